@@ -100,6 +100,24 @@ def test_the_bar_advances_within_a_window_and_falls_back_where_it_is_run_again(
     bar(FINISHED)
 
 
+def test_a_bar_that_is_switched_off_by_the_environment_says_nothing(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As clusters do; of tqdm's such bars lack most attributes."""
+    make = tqdm.tqdm
+    monkeypatch.setattr(
+        "autoaccum.reporting.progress.tqdm", lambda *args, **options: make(*args, disable=True, **options)
+    )
+    bar = ProgressBar()
+    bar(started(num_samples=20))
+    bar.within(4)
+    with bar.validating():
+        pass
+    bar(WINDOWS[0])
+    bar.close()
+    assert "samples/s" not in capsys.readouterr().err
+
+
 def test_uneven_micro_batches_are_shown_as_a_range(shown: Any) -> None:
     assert ", 2-3 x 3, " in shown(started(), WINDOWS[0], FINISHED)[0]
 

@@ -6,7 +6,7 @@ import random
 import re
 import signal
 from collections.abc import Callable, Iterator
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +27,7 @@ from autoaccum.memory.devices import memory_of
 from autoaccum.memory.limit import Limit
 from autoaccum.planning.limits import Limits
 from autoaccum.testing import simulated_memory
+from autoaccum.training.hooks import Ready
 from autoaccum.training.validation import Validator
 from autoaccum.window.precision import autocast
 from autoaccum.window.snapshot import Snapshot
@@ -611,6 +612,43 @@ def test_ctrl_c_within_a_validation_loses_no_training(
     (resumed,) = [event for event in again.events if isinstance(event, Resumed)]
     assert resumed.num_samples == 12
     assert [event.epoch for event in again.events if isinstance(event, Validated)] == [0, 1]
+
+
+class PutsBack(Ready):
+    """Is interrupted once more while it puts back what a validation has changed, as averaged weights are."""
+
+    def __call__(self, record: Any) -> None:
+        pass
+
+    @contextmanager
+    def validating(self) -> Iterator[None]:
+        try:
+            yield
+        finally:
+            raise KeyboardInterrupt
+
+
+def interrupted_when_told(record: Any) -> None:
+    if isinstance(record, Validated):
+        raise KeyboardInterrupt
+
+
+@pytest.mark.parametrize("callback", [PutsBack(), interrupted_when_told])
+def test_what_ctrl_c_has_left_halfway_is_not_saved(callback: Any, tmp_path: Path) -> None:
+    """Neither weights that were being put back, nor the state of callbacks that have heard of a validation."""
+
+    def press(outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        if len(outputs) == 4 and isinstance(callback, PutsBack):
+            raise KeyboardInterrupt
+        return outputs.argmax(1) == targets
+
+    with pytest.raises(KeyboardInterrupt):
+        autoaccum.fit(
+            mlp(), classes(12), effective_batch=4, micro_batch=4, loss_fn=cross_entropy, device="cpu", epochs=2,
+            validation_data=classes(12), metrics={"right": press}, run_dir=tmp_path, checkpoint_every=1000,
+            callbacks=[callback], progress=False,
+        )  # fmt: skip
+    assert [path.name for path in (tmp_path / "checkpoints").glob("step-*")] == ["step-00000001"]
 
 
 @pytest.mark.parametrize("bad", [0, 9, 23])
