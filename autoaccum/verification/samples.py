@@ -221,4 +221,4 @@ def _trimmed(leaf: Any, other: Any, is_behind: bool) -> tuple[bool, Any]:
         if not bool((cut == cut.flatten()[0]).all()):
             return False, leaf
         leaf = leaf.narrow(dim, 0 if is_behind else more, extent)
-    return True, leaf
+    return True, leaf.contiguous()  # as collated ones are, and code that takes a view of them expects

@@ -143,6 +143,7 @@ def test_padding_is_cut_off_on_the_side_on_which_it_is(is_behind: bool) -> None:
         rows |= {"ids": ids.flip(1), "targets": targets.flip(1)}
     alone = {"ids": torch.zeros(2, 3), "targets": torch.zeros(2, 3), "weights": torch.zeros(2)}
     found = without_padding(rows, alone)
+    assert all(tensor.is_contiguous() for tensor in found.values())
     there = slice(0, 3) if is_behind else slice(2, 5)
     assert [found[name].tolist() for name in rows] == [
         rows["ids"][:, there].tolist(),
