@@ -158,6 +158,8 @@ def _measured_of(
         with measurement:
             if forward_only:
                 decision = compare_losses(measurement, smallest, likely)
+                if not decision.passed and measurement.collates_anew():
+                    decision = compare_losses(measurement, smallest, likely)
                 return Verdict(decision=decision, chosen=tuple(chosen), tolerance=measurement.tolerance)
             decision = decide(measurement, smallest, likely)
             if collates_anew := not decision.passed and measurement.collates_anew():
