@@ -14,7 +14,7 @@ from torch.nn.utils.rnn import pad_sequence
 
 from autoaccum.verification.decision import decide
 from autoaccum.verification.measurement import Measurement
-from autoaccum.verification.suspects import name_cause
+from autoaccum.verification.suspects import name_cause, pads
 from tests.models import mlp
 from tests.verification.making import DOUBLE, HERE, job_of, measurement_of, pairs, plain, squared_mean
 
@@ -84,6 +84,33 @@ def test_padding_that_the_model_sees() -> None:
     torch.manual_seed(0)
     measurement = Measurement(job_of(plain, Pooled().to(DOUBLE)), Words(), range(6))
     assert causes(measurement) == ["padding"]
+
+
+def test_samples_that_are_packed_end_to_end_are_not_padded() -> None:
+    """The pair of tokens at a seam counts in the whole alone; the batch has one row, whatever its samples."""
+
+    class Packed(Words):
+        def samples(self, positions: Sequence[int]) -> Any:
+            ids = torch.cat([self.texts[p] for p in positions])[None]
+            return ids, ids % 3
+
+    class Each(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.words, self.out = nn.Embedding(9, 4), nn.Linear(4, 3)
+
+        def forward(self, words: torch.Tensor) -> torch.Tensor:
+            return self.out(self.words(words))  # type: ignore[no-any-return]
+
+    def next_tokens(model: Any, batch: Any) -> torch.Tensor:
+        outputs, targets = model(batch[0]), batch[1]
+        return cross_entropy(outputs[:, :-1].flatten(0, 1), targets[:, 1:].flatten())
+
+    torch.manual_seed(0)
+    measurement = Measurement(job_of(next_tokens, Each().to(DOUBLE)), Packed(), range(6))
+    assert causes(measurement) == []
+    with measurement:
+        assert not pads(measurement)
 
 
 @pytest.mark.parametrize(
