@@ -143,10 +143,13 @@ collation: ContextVar[int] = ContextVar("collation", default=1)
 
 
 @contextmanager
-def collated_otherwise() -> Iterator[None]:
-    """Let a collate_fn draw other numbers within than it has drawn of the same samples; the random states move."""
-    seed_host(1)  # for those that collate under the states as they are
-    before = collation.set(2)
+def collated_otherwise(way: int = 1) -> Iterator[None]:
+    """Let a collate_fn draw other numbers within than it has drawn of the same samples; the random states move.
+
+    There are as many ways as numbers, from 1 on.
+    """
+    seed_host(way)  # for those that collate under the states as they are
+    before = collation.set(1 + way)
     try:
         yield
     finally:

@@ -17,7 +17,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from autoaccum.data import batches
-from autoaccum.data.randomness import collated_otherwise
+from autoaccum.data.randomness import collated_otherwise, preserved_randomness
 from autoaccum.loss.conclusions import finite
 from autoaccum.loss.counting import count_items
 from autoaccum.loss.graph import graph_alone
@@ -180,10 +180,13 @@ class Measurement:
         return self._converted(self._made(part))
 
     def _made(self, part: Part) -> Any:
-        batch = self._window.samples([self._chosen[index] for index in part])
-        if self._collated is not None:
-            return without_padding(self.rows(self._collated, part), batch)
-        return batches.to_device(batch, self.job.device, copy=True)
+        positions = [self._chosen[index] for index in part]
+        batch = self._window.samples(positions)
+        if self._collated is None:
+            return batches.to_device(batch, self.job.device, copy=True)
+        with preserved_randomness(), collated_otherwise():
+            again = self._window.samples(positions)
+        return without_padding(self.rows(self._collated, part), batch, again)
 
     def rows(self, collated: Any, part: Part) -> Any:
         """Return the rows of some samples of a batch of all of them, on the device."""
@@ -200,15 +203,16 @@ class Measurement:
         if self._collated is not None:
             return False
         whole = tuple(range(self.num_samples))
-        first, _ = batches.flatten(self.make(whole))
-        with collated_otherwise():
-            collated = self.make(whole)
-        self._put_back()
-        second, _ = batches.flatten(collated)
-        if len(first) == len(second) and all(map(are_equal, first, second)):
-            return False
-        self._collated = collated
-        return True
+        first = self.make(whole)
+        # Some draws are alike by chance, as lengths to cut samples to that are above those of all.
+        for way in range(1, 4):
+            with collated_otherwise(way):
+                collated = self.make(whole)
+            self._put_back()
+            if not are_equal(first, collated):
+                self._collated = collated
+                return True
+        return False
 
     def run_whole(self) -> None:
         """Run the samples whole, and keep what they draw and their gradient.

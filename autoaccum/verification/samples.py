@@ -179,23 +179,30 @@ def _parts(order: Sequence[int], sizes: Sequence[int]) -> tuple[tuple[int, ...],
     return tuple(parts)
 
 
-def are_equal(first: Any, second: Any) -> bool:
-    """Return whether two leaves of batches are the same; those that are no numbers say nothing."""
+def are_equal(batch: Any, other: Any) -> bool:
+    """Return whether two batches hold the same numbers."""
+    leaves, others = batches.flatten(batch)[0], batches.flatten(other)[0]
+    return len(leaves) == len(others) and all(map(_are_equal, leaves, others))
+
+
+def _are_equal(first: Any, second: Any) -> bool:
+    # What is no number says nothing.
     if isinstance(first, torch.Tensor) and isinstance(second, torch.Tensor):
         return first.shape == second.shape and same(first, second)
     return not isinstance(first, torch.Tensor | np.ndarray) or bool(np.array_equal(first, second))
 
 
-def without_padding(rows: Any, alone: Any) -> Any:
+def without_padding(rows: Any, alone: Any, again: Any) -> Any:
     """Return rows of a batch without the padding that they lack in one of their own; as they are if that is unclear.
 
     Args:
         rows: of a batch that longer samples are in.
         alone: the same samples, collated alone: of that the shapes count.
+        again: the like, under other draws; where these decide how long samples are, shapes tell nothing.
     """
     leaves, spec = batches.flatten(rows)
     others, _ = batches.flatten(alone)
-    if len(leaves) != len(others):
+    if len(leaves) != len(others) or shapes_of(alone) != shapes_of(again):
         return rows
     # Padding is one number, behind the samples or before them, on the same side in all tensors.
     for is_behind in (True, False):
@@ -203,6 +210,11 @@ def without_padding(rows: Any, alone: Any) -> Any:
         if all(there for there, _ in found):
             return spec.unflatten([leaf for _, leaf in found])
     return rows
+
+
+def shapes_of(batch: Any) -> list[torch.Size | None]:
+    """Return the shapes of a batch's tensors; None for what is none."""
+    return [getattr(leaf, "shape", None) for leaf in batches.flatten(batch)[0]]
 
 
 def _trimmed(leaf: Any, other: Any, is_behind: bool) -> tuple[bool, Any]:

@@ -18,6 +18,7 @@ from autoaccum.loss.reductions import is_one
 from autoaccum.verification.draws import UnalignedError, UnsettledError
 from autoaccum.verification.findings import Cause, Cut, Part
 from autoaccum.verification.measurement import Measurement
+from autoaccum.verification.samples import shapes_of
 
 
 class Suspect(NamedTuple):
@@ -89,15 +90,11 @@ def pads(measurement: Measurement) -> bool:
     # By the same hand as everywhere: of a list of images a row is an image.
     split = (measurement.job.split or batches.Rows()).known(whole, measurement.num_samples)
     for index in range(measurement.num_samples):
-        alone, row = _shapes(measurement.make((index,))), _shapes(split(whole, index, 1))
+        alone, row = shapes_of(measurement.make((index,))), shapes_of(split(whole, index, 1))
         # Samples that are packed end to end are no rows of their batch: of one row the second is nothing.
-        if row != _shapes(whole) and all(0 not in shape for shape in row if shape is not None) and alone != row:
+        if row != shapes_of(whole) and all(0 not in shape for shape in row if shape is not None) and alone != row:
             return True
     return False
-
-
-def _shapes(batch: Any) -> list[torch.Size | None]:
-    return [getattr(leaf, "shape", None) for leaf in batches.flatten(batch)[0]]
 
 
 def is_time_first(measurement: Measurement) -> bool:

@@ -328,3 +328,21 @@ def test_a_collate_fn_that_hides_other_tokens_each_time_is_no_padding(is_pooled:
             Filler(is_pooled), data, effective_batch=32, micro_batch=8, loss_fn=cross_entropy, collate_fn=data.collate,
             device="cpu", progress=False, cache=False, strict=strict,
         )  # fmt: skip
+
+
+def test_a_collate_fn_that_cuts_to_a_length_that_it_draws_is_no_padding() -> None:
+    """A part may be cut shorter than the whole, or longer, and by chance as long."""
+    data = Masked()
+
+    def crop(sequences: list[torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
+        most = int(torch.randint(3, 30, ()))
+        return pad_sequence([ids[:most] for ids in sequences], batch_first=True), pad_sequence(
+            [ids[:most] for ids in sequences], batch_first=True, padding_value=-100
+        )
+
+    for seed in range(4):
+        torch.manual_seed(seed)
+        autoaccum.fit(  # of which a warning is an error here
+            Filler(is_pooled=False), data, effective_batch=32, micro_batch=8, loss_fn=cross_entropy, collate_fn=crop,
+            device="cpu", progress=False, cache=False, seed=seed, epochs=3,
+        )  # fmt: skip

@@ -142,7 +142,7 @@ def test_padding_is_cut_off_on_the_side_on_which_it_is(is_behind: bool) -> None:
     if not is_behind:
         rows |= {"ids": ids.flip(1), "targets": targets.flip(1)}
     alone = {"ids": torch.zeros(2, 3), "targets": torch.zeros(2, 3), "weights": torch.zeros(2)}
-    found = without_padding(rows, alone)
+    found = without_padding(rows, alone, alone)
     assert all(tensor.is_contiguous() for tensor in found.values())
     there = slice(0, 3) if is_behind else slice(2, 5)
     assert [found[name].tolist() for name in rows] == [
@@ -164,4 +164,11 @@ def test_padding_is_cut_off_on_the_side_on_which_it_is(is_behind: bool) -> None:
 )
 def test_what_may_be_no_padding_stays(alone: Any) -> None:
     rows = {"ids": torch.tensor([[1, 2, 3, 0, 0], [4, 5, 6, 0, 0]])}
-    assert without_padding(rows, alone) is rows
+    assert without_padding(rows, alone, alone) is rows
+
+
+def test_what_draws_decide_the_length_of_is_left_as_it_is() -> None:
+    """One that is cut by one token more has lost one number, which is all one number."""
+    rows = {"ids": torch.tensor([[1, 2, 3]])}
+    shorter, longer = {"ids": torch.zeros(1, 2)}, {"ids": torch.zeros(1, 3)}
+    assert without_padding(rows, shorter, longer) is rows
