@@ -376,6 +376,7 @@ class Strays:
         self._is_ours = 0  # how many steps of ours are under way: the closure of one may take another
         # The gradients that were stepped on, and their version counters; None where a step is somebody else's to take.
         self._left: dict[int, tuple[weakref.ref[torch.Tensor], int]] | None = None
+        self._some: dict[int, torch.Tensor] = {}  # numbers of a few of them
 
     @contextmanager
     def ours(self) -> Iterator[None]:
@@ -392,12 +393,16 @@ class Strays:
 
     def stepped(self, optimizer: torch.optim.Optimizer) -> None:
         """Note that the gradient which is there now was stepped on."""
-        self._left = {}
+        self._left, there = {}, []
         for group in optimizer.param_groups:
             for p in group["params"]:
                 gradient = p.grad
                 if gradient is not None:
                     self._left[id(p)] = weakref.ref(gradient), gradient._version
+                    if _is_plain(gradient):
+                        there.append(p)
+        # By which what was done to them is told from a backward: both write to them.
+        self._some = {id(p): _some_of(p.grad) for p in there[:1] + there[-1:]}
 
     def look_at(self, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Raise if a step that is about to be taken is none that anybody means.
@@ -417,7 +422,7 @@ class Strays:
             raise AlreadySteppedError(f"{type(optimizer).__name__}.step() {_TWICE}")
 
     def _is_as_left(self, optimizer: torch.optim.Optimizer) -> bool:
-        """Return whether nothing was added to the gradients since: each is what it was, or gone, or 0."""
+        """Return whether nothing was added to the gradients since: each is what it was, clipped say, or gone, or 0."""
         left = self._left or {}
         for group in optimizer.param_groups:
             for p in group["params"]:
@@ -430,8 +435,35 @@ class Strays:
                 # zero_grad(set_to_none=False) writes zeros. Only of what was written to is a value asked for, and not
                 # of sharded ones, whose ranks would have to ask together.
                 if gradient._version != kept[1] and (type(gradient) is not torch.Tensor or _has_any(gradient)):
-                    return False
+                    return self._is_changed_alone(optimizer)
         return True
+
+    def _is_changed_alone(self, optimizer: torch.optim.Optimizer) -> bool:
+        """Return whether gradients were scaled or clipped, as where a loop does before it steps, and none was added."""
+        found = []
+        for group in optimizer.param_groups:
+            for p in group["params"]:
+                before = self._some.get(id(p))
+                if before is None or p.grad is None:
+                    continue
+                after = _some_of(p.grad)
+                most, scale = after.abs().max(), after.norm() / before.norm().clamp(min=torch.finfo(before.dtype).tiny)
+                rounding = 16 * torch.finfo(before.dtype).eps
+                is_scaled = torch.allclose(after, before * scale, rtol=rounding, atol=rounding * float(most))
+                found.append(is_scaled or torch.equal(after, before.clamp(-most, most)))
+        return bool(found) and all(found)
+
+
+def _is_plain(gradient: torch.Tensor) -> bool:
+    """Return whether numbers may be read of a gradient: of a sharded one all ranks would have to ask together."""
+    is_one = type(gradient) is torch.Tensor and gradient.layout is torch.strided and gradient.is_contiguous()
+    return is_one and gradient.is_floating_point() and gradient.numel() > 0
+
+
+def _some_of(gradient: torch.Tensor) -> torch.Tensor:
+    """Return a few numbers of a gradient, from all over it."""
+    flat = gradient.detach().view(-1)
+    return flat[:: max(1, flat.numel() // 64)].clone()
 
 
 def _has_any(gradient: torch.Tensor) -> bool:

@@ -48,8 +48,41 @@ def without_closure(optimizer: Optimizer) -> None:
     optimizer.step(None)  # as what wraps an optimizer does
 
 
+def gradients_of(optimizer: Optimizer) -> list[torch.Tensor]:
+    return [p.grad for p in optimizer.param_groups[0]["params"]]
+
+
+def clipping(optimizer: Optimizer) -> None:
+    nn.utils.clip_grad_norm_(optimizer.param_groups[0]["params"], 0.01)
+
+
+def clipping_nothing(optimizer: Optimizer) -> None:
+    nn.utils.clip_grad_norm_(optimizer.param_groups[0]["params"], 1e9)
+
+
+def clipping_values(optimizer: Optimizer) -> None:
+    nn.utils.clip_grad_value_(optimizer.param_groups[0]["params"], 0.05)
+
+
+def dividing(optimizer: Optimizer) -> None:
+    for gradient in gradients_of(optimizer):
+        gradient.div_(8)
+
+
+def clipping_by_scaler(optimizer: Optimizer) -> None:
+    scaler = torch.amp.GradScaler("cpu", enabled=False)
+    scaler.unscale_(optimizer)
+    clipping(optimizer)
+    scaler.step(optimizer)
+
+
+CHANGES = [clipping, clipping_nothing, clipping_values, dividing, clipping_by_scaler]
+
+
 @pytest.mark.parametrize("kind", [torch.optim.SGD, torch.optim.AdamW])
-@pytest.mark.parametrize("before", [lambda optimizer: None, Optimizer.zero_grad, keeping, by_scaler, without_closure])
+@pytest.mark.parametrize(
+    "before", [lambda optimizer: None, Optimizer.zero_grad, keeping, by_scaler, without_closure, *CHANGES]
+)
 def test_a_step_that_was_left_in_is_refused_before_it_writes(kind: Any, before: Callable[[Any], None]) -> None:
     model, optimizer = made(kind, **({"momentum": 0.9} if kind is torch.optim.SGD else {}))
     accumulator = accumulator_of(model, optimizer)
