@@ -176,23 +176,32 @@ class Replaying(Draws):  # type: ignore[no-untyped-call]
         # The first samples of an order are no order of fewer samples.
         if drawn.ndim != wanted.ndim or (drawn.dtype == torch.int64 and _is_order(drawn) and len(drawn) != len(wanted)):
             raise UnalignedError("a part")
-        of_samples = False
-        for dim, size in enumerate(wanted.shape):
-            have = drawn.shape[dim]
-            if have == size:
-                continue
-            if have * len(self._rows) == size * self._num_samples and have % self._num_samples == 0:
+        differing = [dim for dim, size in enumerate(wanted.shape) if drawn.shape[dim] != size]
+        own = self._dims_of_samples(drawn, wanted)
+        for dim in differing:
+            have, size = drawn.shape[dim], wanted.shape[dim]
+            if dim in own:
                 # Several rows of each sample lie side by side, as where samples and times are one dimension.
                 each = have // self._num_samples
                 drawn = drawn.index_select(
                     dim, (self._rows[:, None] * each + torch.arange(each, device="cpu")).flatten()
                 )
-                of_samples = True
-            elif size < have and (of_samples or self._num_samples in drawn.shape):
+            elif size < have and (own or self._num_samples in drawn.shape):
                 drawn = drawn.narrow(dim, 0, size)  # the whole was padded to a longer sample
             else:
                 raise UnalignedError("a part")
         return drawn.to(wanted.device)
+
+    def _dims_of_samples(self, drawn: torch.Tensor, wanted: torch.Tensor) -> list[int]:
+        """Return the dims in which samples lie: those of as many, or the first that has several rows for each."""
+        found = [
+            dim
+            for dim, (have, size) in enumerate(zip(drawn.shape, wanted.shape, strict=True))
+            if have != size and have * len(self._rows) == size * self._num_samples and not have % self._num_samples
+        ]
+        # By chance the lengths to which whole and part are padded may be in the same ratio.
+        exact = [dim for dim in found if drawn.shape[dim] == self._num_samples]
+        return exact or found[:1]
 
 
 def _is_order(drawn: torch.Tensor) -> bool:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import lru_cache, partial
 from itertools import accumulate
 from typing import Any, Protocol, TypeVar
@@ -30,8 +30,15 @@ _TIMES = 40
 
 
 @contextmanager
-def full_precision() -> Iterator[None]:
-    """Have 32 bits multiplied as 32 bits within it, whatever PyTorch's settings allow."""
+def full_precision(device: torch.device) -> Iterator[None]:
+    """Have 32 bits multiplied as 32 bits within it, whatever PyTorch's settings, or an autocast around it, allow."""
+    casts = torch.is_autocast_enabled(device.type)
+    with torch.autocast(device.type, enabled=False) if casts else nullcontext(), _whole_products():
+        yield
+
+
+@contextmanager
+def _whole_products() -> Iterator[None]:
     backends: Any = torch.backends
     cudnn, mkldnn = backends.cudnn, backends.mkldnn
     places = (backends.cuda.matmul, cudnn.conv, cudnn.rnn, mkldnn.matmul, mkldnn.conv, mkldnn.rnn)

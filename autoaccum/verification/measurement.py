@@ -161,7 +161,7 @@ class Measurement:
             raise
         self._stack = ExitStack()
         self._stack.enter_context(torch.compiler.set_stance("force_eager"))
-        self._stack.enter_context(full_precision())
+        self._stack.enter_context(full_precision(self.job.device))
         return self
 
     def __exit__(self, *raised: object) -> None:

@@ -291,11 +291,11 @@ def measure_joined(
             error = joined()
             # What is drawn, in forwards or while samples are collated, may decide what counts, and was drawn otherwise
             # when it was counted.
-            is_counted_before = hypothesis not in ("samples", "sum") and not (is_by_samples or by_terms)
-            if measurement.draws_anything and is_counted_before:
+            is_counted = hypothesis not in ("samples", "sum") and not by_terms
+            if measurement.draws_anything and is_counted and not is_by_samples:
                 return 0.0
             if error > tolerance and measurement.collates_anew():
-                error = 0.0 if is_counted_before else joined()
+                error = 0.0 if is_counted else joined()
             if error > tolerance and measurement.has_draws:  # as in ``decide``
                 error = joined(has_constants=True)
             # The opposite order is another loss where it decides, as in which expert is full; then that is no rounding.

@@ -109,6 +109,21 @@ def test_a_part_that_is_padded_less_gets_the_beginning() -> None:
     assert torch.equal(drawn, whole[[3, 1], :3])
 
 
+def test_lengths_that_are_in_the_ratio_of_samples_are_lengths() -> None:
+    """Heads of each sample lie side by side; the whole is padded to three times as much as two of six samples."""
+    inputs = torch.zeros(24, 12, 12)
+    with Recording(torch.device("cpu"), keeps_wide=True) as recording:
+        whole = torch.rand_like(inputs)
+    with Replaying(recording, (3, 1), 6, keeps_wide=True):
+        drawn = torch.rand_like(inputs[:8, :4, :4])
+    assert torch.equal(drawn, whole[[12, 13, 14, 15, 4, 5, 6, 7], :4, :4])
+    with Recording(torch.device("cpu"), keeps_wide=True) as recording:
+        whole = torch.rand_like(inputs[:12, :6])  # time first
+    with Replaying(recording, (3, 1), 6, keeps_wide=True):
+        drawn = torch.rand_like(inputs[:4, :2])
+    assert torch.equal(drawn, whole[:4][:, [3, 1]])
+
+
 @pytest.mark.device
 @pytest.mark.parametrize("p", [0.3, 1.0])
 def test_of_a_dropout_in_one_operation_a_part_has_the_bits_of_the_whole(p: float) -> None:

@@ -51,7 +51,7 @@ class TestFullPrecision:
     def test_the_settings_are_those_of_32_bits_within_it_and_the_programs_after_it(self, precision: str) -> None:
         torch.set_float32_matmul_precision(precision)
         before = settings()
-        with full_precision():
+        with full_precision(torch.device("cpu")):
             assert {"tf32", "bf16"}.isdisjoint(settings())
             assert settings()[0] == "highest"
             assert not torch.backends.cudnn.allow_tf32
@@ -64,7 +64,7 @@ class TestFullPrecision:
         before = place.fp32_precision
         place.fp32_precision = "tf32"
         try:
-            with full_precision():
+            with full_precision(torch.device("cpu")):
                 assert place.fp32_precision == "ieee"
                 assert torch.get_float32_matmul_precision() == "highest"
             assert place.fp32_precision == "tf32"
@@ -76,7 +76,7 @@ class TestFullPrecision:
     def test_an_error_puts_them_back_too(self) -> None:
         torch.set_float32_matmul_precision("medium")
         before = settings()
-        with pytest.raises(ZeroDivisionError), full_precision():
+        with pytest.raises(ZeroDivisionError), full_precision(torch.device("cpu")):
             _ = 1 / 0
         assert settings() == before
 
@@ -85,7 +85,7 @@ class TestFullPrecision:
 class TestFloor:
     def test_it_is_the_least_where_kernels_are_those_of_32_bits(self) -> None:
         before = torch.default_generator.get_state()
-        with full_precision():
+        with full_precision(torch.device("cpu")):
             assert floor_of(torch.device(DEVICE), False) == 2e-5
         assert torch.equal(torch.default_generator.get_state(), before)
 
