@@ -88,6 +88,7 @@ class Examiner:
         self._strict = strict
         self._parameters = transaction.trained()
         self._is_checked = False  # whether a first window had a finite loss
+        self._checked_in = 0  # which one that was
         self._is_first = True  # until a window that was cut has been examined
         self._occasions = Occasions()
         self._rivals: frozenset[str] = frozenset()
@@ -205,7 +206,7 @@ class Examiner:
         # It waits for the device, and so is asked of one window only.
         if not math.isfinite(value := gradient.loss.item()):
             raise NonFiniteLossError(value)
-        self._is_checked = True
+        self._is_checked, self._checked_in = True, self._number
 
     def examine(
         self,
@@ -450,6 +451,8 @@ class Examiner:
         error = self._micro_batches.dropped(window, here, hypothesis or readings.likely(self._job, gradient))
         if error == math.inf:  # the loss of the whole is not a number either
             self._transaction.drops_nan = self._transaction.drops_gradients = False
+            # The loss of a first window, which was finite without them, is looked at once more.
+            self._is_checked = self._is_checked and self._checked_in != self._number
         elif error:
             self._fail(notices.dropped_notice(error), error, said)
         elif error is not None:

@@ -366,8 +366,7 @@ class Step:
             if self.transaction.outputs.have_missed:
                 return Repeat(sizes=outcome.sizes)
             outcome = replace(outcome, outputs={**outcome.outputs, **self.transaction.outputs.joined()})
-        is_looked_at = self._sharded is None and self.number + 1 >= self.transaction.signs.next_look
-        if isinstance(outcome, Gradient) and is_looked_at:
+        if isinstance(outcome, Gradient) and self._sharded is None:
             self._examiner.check_first(outcome)
         return outcome
 

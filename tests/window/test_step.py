@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import pytest
 import torch
 from torch.nn.functional import cross_entropy
 
+import autoaccum
 from autoaccum.errors import AutoaccumWarning, LossSideEffectError, NonFiniteLossError, NothingFitsError
 from autoaccum.events import Event, Notice, Planned, Replanned, StepSkipped
 from autoaccum.loss.functions import loss_function
@@ -209,3 +211,19 @@ def test_a_window_with_smaller_micro_batches_than_can_be_computed_is_cut_anew() 
     assert min(gradient.sizes) >= 2
     assert made.tuner.smallest == 2
     assert len(told.seen) == 2
+
+
+@pytest.mark.parametrize("micro_batch", [1, 4, 7, "auto"])
+@pytest.mark.parametrize("place", [0, 5, 11])
+def test_one_sample_that_is_no_number_ends_the_run_before_the_first_step(micro_batch: Any, place: int) -> None:
+    """Its micro-batch is left out at first, as one that counts nothing is, until the whole is found to be none either."""
+    inputs, targets = classes(12)
+    inputs[place] = math.nan
+    model = mlp()
+    before = [p.clone() for p in model.parameters()]
+    with pytest.raises(NonFiniteLossError, match="loss of the first window is nan; no step was taken"):
+        autoaccum.fit(
+            model, (inputs, targets), effective_batch=12, micro_batch=micro_batch, loss_fn=cross_entropy, device="cpu",
+            progress=False, cache=False, shuffle=False,
+        )  # fmt: skip
+    assert all(map(torch.equal, model.parameters(), before))
