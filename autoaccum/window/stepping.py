@@ -402,7 +402,9 @@ class Strays:
                     if _is_plain(gradient):
                         there.append(p)
         # By which what was done to them is told from a backward: both write to them.
-        self._some = {id(p): _some_of(p.grad) for p in there[:1] + there[-1:]}
+        # The step is taken: where there is no memory for them, nothing is told by them.
+        some = attempt(lambda: {id(p): _some_of(p.grad) for p in there[:1] + there[-1:]})
+        self._some = {} if isinstance(some, RanOut) else some
 
     def look_at(self, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Raise if a step that is about to be taken is none that anybody means.
