@@ -251,6 +251,13 @@ _CAUSES: dict[Cause, Notice] = {
         "depends on how windows are cut",
         cure="Remove them, and pass clip_norm= or change gradients in the optimizer, which sees the window's",
     ),
+    "mixing": Notice(
+        cause="The collate_fn mixes the samples of a batch, as MixUp and CutMix do",
+        consequence="It is given a micro-batch instead of the window, so that samples are mixed with others than in "
+        "the whole, and with none where a micro-batch is one sample",
+        cure="Mix them in before_window=, which is given all of the window; or pass micro_batch= the whole window if "
+        "it fits",
+    ),
     "broadcast": Notice(
         cause="The loss sets each sample beside all others: a tensor of shape (samples, 1) meets one of shape "
         "(samples,), as outputs of one column and targets without it do, and both are broadcast to (samples, samples)",

@@ -12,13 +12,14 @@ from torch.overrides import TorchFunctionMode
 
 from autoaccum.data import batches
 from autoaccum.data.dims import may_be_time_first
+from autoaccum.data.randomness import collated_otherwise
 from autoaccum.loss.coupling import batch_norms
 from autoaccum.loss.hypotheses import Hypothesis
 from autoaccum.loss.reductions import is_one
 from autoaccum.verification.draws import UnalignedError, UnsettledError
 from autoaccum.verification.findings import Cause, Cut, Part
 from autoaccum.verification.measurement import Measurement
-from autoaccum.verification.samples import shapes_of
+from autoaccum.verification.samples import are_equal, shapes_of
 
 
 class Suspect(NamedTuple):
@@ -93,6 +94,23 @@ def pads(measurement: Measurement) -> bool:
         alone, row = shapes_of(measurement.make((index,))), shapes_of(split(whole, index, 1))
         # Samples that are packed end to end are no rows of their batch: of one row the second is nothing.
         if row != shapes_of(whole) and all(0 not in shape for shape in row if shape is not None) and alone != row:
+            return True
+    return False
+
+
+def mixes(measurement: Measurement) -> bool:
+    """Return whether the batch that samples are collated to holds another first row where the others change places."""
+    others = list(range(1, measurement.num_samples))
+    for way in range(1, 4):  # what is drawn may mix the first sample with itself
+        made = []
+        for order in ((0, *others), (0, *others[1:], *others[:1])):
+            measurement.state.restore()  # generators that a collate_fn keeps too
+            with collated_otherwise(way):
+                made.append(measurement.make(order))
+        measurement.state.restore()
+        first, second = ([measurement.rows(batch, (index,)) for index in range(len(others) + 1)] for batch in made)
+        # One that sorts samples has the same rows at other places, and one that draws lengths pads otherwise.
+        if shapes_of(first[0]) == shapes_of(second[0]) and not any(are_equal(row, second[0]) for row in first):
             return True
     return False
 

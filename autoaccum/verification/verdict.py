@@ -18,7 +18,7 @@ from autoaccum.verification.draws import UnalignedError, UnsettledError
 from autoaccum.verification.findings import Cause, Decision, Verdict
 from autoaccum.verification.measurement import Measurement, NotFiniteError, ZeroGradientError
 from autoaccum.verification.samples import MOST, choose, cuts_of
-from autoaccum.verification.suspects import broadcasts, is_time_first, name_cause, pads
+from autoaccum.verification.suspects import broadcasts, is_time_first, mixes, name_cause, pads
 from autoaccum.window.job import Job
 from autoaccum.window.state import State
 
@@ -138,6 +138,17 @@ def _upheld(
     return found if failed is None else replace(again, decision=failed)
 
 
+def _mixes(measurement: Measurement) -> bool:
+    """Return whether a collate_fn mixes samples, as far as its batches can be told apart into rows."""
+    try:
+        return mixes(measurement)
+    except Exception as error:
+        if is_out_of_memory(error):
+            raise
+        measurement.state.restore()
+        return False
+
+
 def _failed(decision: Decision, hypothesis: Hypothesis) -> Decision | None:
     """Return what was measured of a hypothesis that has failed where another one has passed; None where it was not."""
     outcomes = [outcome for outcome in decision.outcomes if outcome.hypothesis == hypothesis]
@@ -162,7 +173,9 @@ def _measured_of(
                     decision = compare_losses(measurement, smallest, likely)
                 return Verdict(decision=decision, chosen=tuple(chosen), tolerance=measurement.tolerance)
             decision = decide(measurement, smallest, likely)
-            if collates_anew := not decision.passed and measurement.collates_anew():
+            # What mixes samples is no augmentation of each, and not the same for a part as for the whole.
+            is_mixed = not decision.passed and _mixes(measurement)
+            if collates_anew := not decision.passed and not is_mixed and measurement.collates_anew():
                 decision = decide(measurement, smallest, likely)
             ones: Decision | None = None
             # Parts that are all divided by 1 add up like a sum, too, as where few samples have an item each.
@@ -185,7 +198,8 @@ def _measured_of(
                 )
             causes: tuple[Cause, ...] = ()
             if not decision.passed:
-                causes = tuple(name_cause(measurement, decision.cuts, decision.hypothesis))
+                found = ["mixing"] if is_mixed else name_cause(measurement, decision.cuts, decision.hypothesis)
+                causes = tuple(found)
                 if measurement.is_rounded and decision.error < _ROUNDING:
                     return Verdict(unmeasured="its parameters have 16 bits, whose rounding hides what is looked for")
                 # What Python's or NumPy's generator draws differs in each part, and nothing says by how much.

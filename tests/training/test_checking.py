@@ -346,3 +346,31 @@ def test_a_collate_fn_that_cuts_to_a_length_that_it_draws_is_no_padding() -> Non
             Filler(is_pooled=False), data, effective_batch=32, micro_batch=8, loss_fn=cross_entropy, collate_fn=crop,
             device="cpu", progress=False, cache=False, seed=seed, epochs=3,
         )  # fmt: skip
+
+
+def mixed_up(samples: list[Any]) -> tuple[torch.Tensor, torch.Tensor]:
+    """Mix each sample with another one of the batch, as MixUp does."""
+    inputs, targets = torch.utils.data.default_collate(samples)
+    weight, order = torch.rand(()), torch.randperm(len(samples))
+    labels = nn.functional.one_hot(targets, 3).to(inputs.dtype)
+    return weight * inputs + (1 - weight) * inputs[order], weight * labels + (1 - weight) * labels[order]
+
+
+def noisy_and_sorted(samples: list[Any]) -> Any:
+    inputs, targets = torch.utils.data.default_collate(sorted(samples, key=lambda sample: float(sample[0].sum())))
+    return inputs + torch.rand(()), targets
+
+
+@pytest.mark.parametrize(("collate", "is_mixed"), [(mixed_up, True), (noisy_and_sorted, False)])
+def test_a_collate_fn_that_mixes_samples_is_told_from_one_that_changes_each(collate: Any, is_mixed: bool) -> None:
+    """It mixes those of a micro-batch, and none where that is one sample: another loss than the window's."""
+    data = torch.utils.data.TensorDataset(*classes(64))
+    torch.manual_seed(0)
+    report = autoaccum.check(mlp(), data, loss_fn=cross_entropy, collate_fn=collate, device="cpu")
+    assert report.passed is not is_mixed
+    told = pytest.warns(errors.AutoaccumWarning, match="The collate_fn mixes the samples of a batch.*before_window=")
+    with told if is_mixed else nullcontext():
+        autoaccum.fit(
+            mlp(), data, effective_batch=32, micro_batch=8, loss_fn=cross_entropy, collate_fn=collate, device="cpu",
+            progress=False, cache=False,
+        )  # fmt: skip
