@@ -279,13 +279,19 @@ class Validator:
         few = min(2 * self._fewest, window.num_samples)
 
         def found() -> list[Notice]:
+            if not few:
+                return []
+            # Those that are trained on first: what is wrong with both is to be mended there.
+            own = window.micro_batch(0, few)
+            if self._of_outputs:
+                inputs_and_targets(own)
             with of_validation_data():
-                example = self._source.form(few) if few else None
+                example = self._source.form(few)
                 if example is None:
                     return []
                 if self._of_outputs:
                     inputs_and_targets(example)
-                return compared(window.micro_batch(0, few), example)
+                return compared(own, example)
 
         said = attempt(found)
         return [] if isinstance(said, RanOut) else said  # training will say

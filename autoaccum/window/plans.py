@@ -124,11 +124,15 @@ class Plans:
         # At once, for what the heap keeps may be all there is too much; the plan only if it happens again.
         if peak_bytes > self._tuner.limits.target_bytes:
             self._meter.release()
-        if peak_bytes > CLEARLY_OVER * self._limit.bytes:
-            self._announcer.say_once(notices.over_limit(self._number() + 1, peak_bytes, self._limit.bytes))
+        self.tell_over(peak_bytes)
         smaller = self._tuner.measured(sizes, lengths, peak_bytes)
         if smaller is not None:
             self.replanned(sizes, smaller, "above what the limit leaves without the headroom")
+
+    def tell_over(self, peak_bytes: int) -> None:
+        """Say once that a window has clearly passed the limit, which nobody else keeps; a trial may do so, too."""
+        if peak_bytes > CLEARLY_OVER * self._limit.bytes:
+            self._announcer.say_once(notices.over_limit(self._number() + 1, peak_bytes, self._limit.bytes))
 
     def settled(self, num_samples: int, lengths: Lengths = None) -> None:
         """Tell how windows are cut, now that the search, or the timing of plans, has ended."""

@@ -682,3 +682,17 @@ def test_what_metrics_are_tried_on_is_validation_data() -> None:
             mlp(), (inputs, targets), effective_batch=4, loss_fn=cross_entropy, device="cpu", progress=False,
             validation_data=inputs, metrics={"right": lambda model, batch: model(batch[0]).argmax(1) == batch[1]},
         )  # fmt: skip
+
+
+def test_what_is_wrong_with_both_is_laid_to_the_data() -> None:
+    inputs, _ = classes(8)
+    with pytest.raises(DataError, match="^data: with loss_fn, batches are"):
+        autoaccum.fit(
+            mlp(),
+            inputs,
+            effective_batch=4,
+            loss_fn=cross_entropy,
+            device="cpu",
+            progress=False,
+            validation_data=inputs,
+        )

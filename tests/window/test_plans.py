@@ -109,3 +109,15 @@ def test_growth_is_not_told_while_plans_are_still_timed() -> None:
     step.tuner._fastest.timing = object()
     step.plans.settled(4, (8, 2, 2, 2))
     assert events == []
+
+
+def test_a_window_that_has_clearly_passed_the_limit_is_told_once() -> None:
+    events: list[Event] = []
+    step = made_of(events)
+    step.plans._limit = SimpleNamespace(bytes=1000, is_enforced=False)
+    step.plans.tell_over(1050)
+    assert events == []
+    with pytest.warns(UserWarning, match="Window 1 took 1.03 KiB where the limit is 1000 B"):
+        step.plans.tell_over(1051)
+    step.plans.tell_over(2000)
+    assert len(events) == 1
