@@ -80,10 +80,10 @@ class Source(Protocol):
         Where a collate_fn takes samples of different lengths, the longest of the first few is repeated.
         """
 
-    def uneven(self, num_samples: int) -> tuple[Any, Any, Any] | None:
+    def uneven(self, num_samples: int) -> Sequence[tuple[Any, Any, Any]]:
         """Return so many of the longest of the first few samples with as many of the shortest, and each alone.
 
-        None where samples are not padded, where all are about as long, and where the same ones make other batches.
+        Several times where the same ones make other batches; nothing where samples are not padded, or about as long.
         """
 
     def form(self, num_samples: int) -> Any:

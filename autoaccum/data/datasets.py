@@ -305,22 +305,25 @@ class DatasetSource:
             repeat = repeat_longest if may_differ else repeat_in_turn
             return self._collated(repeat(items, num_samples))
 
-    def uneven(self, num_samples: int) -> tuple[Any, Any, Any] | None:
+    def uneven(self, num_samples: int) -> list[tuple[Any, Any, Any]]:
         """Return the longest and the shortest of the first few, together and each alone.
 
-        None where they are about as long, and where the same samples make another batch each time, of random masks.
+        Several times under other draws where these make other batches; nothing where samples are about as long.
         """
+        found: list[tuple[Any, Any, Any]] = []
         if self._collate is default_collate:
-            return None
+            return found
         with preserved_randomness():
             first = self._first(PEEK)
-            parts, again = uneven(first, num_samples), uneven(first, num_samples)
-            if parts is None or again is None:
-                return None
-            together, long, short = map(self._collated, parts)
-            with collated_otherwise():
-                repeated = self._collated(again[1])
-        return (together, long, short) if are_same(long, repeated) else None
+            for way in range(1, 4):
+                if (parts := uneven(first, num_samples)) is None:
+                    return found
+                with collated_otherwise(way):
+                    together, long, short = map(self._collated, parts)
+                if found and are_same(found[0][1], long):
+                    break
+                found.append((together, long, short))
+        return found
 
     def _first(self, count: int) -> list[Item]:
         return self._reader.__getitems__([(0, i, i) for i in range(min(self._size, count))])

@@ -170,8 +170,9 @@ class StreamSource:
             batch = self._collate(repeat_longest(piece, num_samples))
         return batches.to_device(batch, self._device, copy=True)
 
-    def uneven(self, num_samples: int) -> None:
-        """Return None: to begin a stream once more may take long."""
+    def uneven(self, num_samples: int) -> tuple[()]:
+        """Return nothing: to begin a stream once more may take long."""
+        return ()
 
     def form(self, num_samples: int) -> Any:
         """Return None: streams are read from one end to the other, and to look at one may be all there is of it."""

@@ -113,8 +113,9 @@ class TensorSource:
         """Return the first rows, repeated."""
         return self.gather({_HOST: torch.arange(num_samples, device="cpu") % self._num_rows})
 
-    def uneven(self, num_samples: int) -> None:
-        """Return None: rows of a tensor are alike."""
+    def uneven(self, num_samples: int) -> tuple[()]:
+        """Return nothing: rows of a tensor are alike."""
+        return ()
 
     def form(self, num_samples: int) -> Any:
         """Return as many of what is no tensor, and tensors as they are, of which nothing is read."""

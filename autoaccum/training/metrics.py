@@ -136,15 +136,20 @@ class Metrics:
         """Check that samples have no more values beside longer ones than alone: none of padding.
 
         Args:
-            parts: batches of long samples with as many short ones, and of each alone.
+            parts: batches of long samples with as many short ones, and of each alone; several of these triples where
+                the same samples make other batches each time.
             count: how many there are of each.
 
         Raises:
             ArgumentError: a function returned values of padding.
         """
-        for name, (together, long, short) in self._numbers(parts).items():
-            # Other functions have other numbers for reasons of their own: of what a model has found, say.
-            if short < long and together == 2 * long and long > count:
+        found = [self._numbers(triple) for triple in parts]
+        for name in self._functions if found else ():
+            # Other functions have other numbers for reasons of their own: of what a model has found, say, or of masks
+            # that are drawn.
+            numbers = [one[name] for one in found]
+            together, long, short = numbers[0]
+            if all(short < long and together == 2 * long and long > count for together, long, short in numbers):
                 raise ArgumentError(
                     "metrics",
                     name,

@@ -336,8 +336,7 @@ class Validator:
     def _try_padding(self, metrics: Metrics, few: int) -> None:
         """Call each function on samples of different lengths, as far as they may stand alone, and beside each other."""
         try:
-            if (parts := self._source.uneven(few)) is not None:
-                metrics.check_padding(parts, few)
+            metrics.check_padding(self._source.uneven(few), few)
         except ArgumentError:
             raise
         except Exception:

@@ -198,8 +198,9 @@ def _measured_of(
                 )
             causes: tuple[Cause, ...] = ()
             if not decision.passed:
-                found = ["mixing"] if is_mixed else name_cause(measurement, decision.cuts, decision.hypothesis)
-                causes = tuple(found)
+                causes = ("mixing",)
+                if not is_mixed:
+                    causes = tuple(name_cause(measurement, decision.cuts, decision.hypothesis))
                 if measurement.is_rounded and decision.error < _ROUNDING:
                     return Verdict(unmeasured="its parameters have 16 bits, whose rounding hides what is looked for")
                 # What Python's or NumPy's generator draws differs in each part, and nothing says by how much.
