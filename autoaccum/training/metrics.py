@@ -97,7 +97,7 @@ class Metrics:
             # In the precision of the loss, so that both are of the same outputs.
             with torch.no_grad(), self._autocast():
                 if self._of == "training_step":
-                    values = function(self._model, batch.tree())
+                    values = _called(function, self._model, batch.tree())
                 else:
                     outputs = outputs or SharedTree(self._forward(batch.tree()))
                     tree = batch.tree()
@@ -204,6 +204,15 @@ class Metrics:
         if self._of == "loss_fn":
             return call(self._model, inputs_and_targets(batch)[0])
         return call_on_batch(self._model, batch)
+
+
+def _called(function: Metric, model: Any, batch: Any) -> torch.Tensor:
+    """Return what a function makes of a model and a batch; say so where it has taken them for outputs and targets."""
+    try:
+        return function(model, batch)
+    except (AttributeError, TypeError) as error:
+        error.add_note("Beside a training_step a metric is called with (model, batch).")
+        raise
 
 
 class _Remembering:

@@ -31,12 +31,16 @@ def other_steps(taken: int, foreseen: int | None) -> Notice:
     )
 
 
-def already_finished(path: Path | None, step: int) -> Notice:
-    """Say that a run that is started again has had its budget."""
+def already_finished(path: Path | None, step: int, *, is_bounded: bool) -> Notice:
+    """Say that a run that is started again has had its budget, and can have no larger one where that is bounded."""
+    anew = "another run_dir to begin anew"
+    cure = f"Allow a larger budget to go on, or choose {anew}"
+    if is_bounded:
+        cure = f"Its lr_scheduler was made for so many steps and has ended: choose {anew}"
     return Notice(
         cause=f"The run in {path} is finished: it has taken its {step} steps",
         consequence="Nothing is trained",
-        cure="Allow a larger budget to go on, or choose another run_dir to begin anew",
+        cure=cure,
     )
 
 

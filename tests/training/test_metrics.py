@@ -686,3 +686,12 @@ def test_samples_that_never_meet_are_not_tried_together() -> None:
     autoaccum.evaluate(
         Tagger(), samples, loss_fn=cross_entropy, collate_fn=equal_only, max_micro_batch=1, metrics={"right": all_right}
     )  # fmt: skip
+
+
+def test_what_a_metric_is_called_with_is_said_where_it_takes_that_for_outputs() -> None:
+    with pytest.raises(AttributeError, match="argmax") as raised:
+        autoaccum.fit(
+            mlp(), classes(8), effective_batch=4, device="cpu", progress=False, validation_data=classes(8),
+            training_step=lambda model, batch: cross_entropy(model(batch[0]), batch[1]), metrics={"right": all_right},
+        )  # fmt: skip
+    assert "Beside a training_step a metric is called with (model, batch)." in raised.value.__notes__

@@ -9,7 +9,12 @@ from autoaccum.training.notices import NOISE_OF_SORTED, already_finished, no_noi
 
 def test_each_says_its_numbers_and_what_to_do() -> None:
     assert str(other_steps(7, 9)).startswith("The run took 7 steps instead of the 9 that were foreseen. ")
-    finished = str(already_finished(Path("runs/a"), 12))
+    finished = str(already_finished(Path("runs/a"), 12, is_bounded=False))
+    assert finished.endswith(" Allow a larger budget to go on, or choose another run_dir to begin anew.")
+    bounded = str(already_finished(Path("runs/a"), 12, is_bounded=True))
+    assert bounded.endswith(
+        " Its lr_scheduler was made for so many steps and has ended: choose another run_dir to begin anew."
+    )
     assert finished.startswith("The run in runs/a is finished: it has taken its 12 steps. Nothing is trained. ")
     assert "choose another run_dir" in finished
     assert "half of an effective batch of 4 samples or more" in no_noise(3, smallest=2).cure
