@@ -87,7 +87,8 @@ class Examiner:
         self._verify = verify
         self._strict = strict
         self._parameters = transaction.trained()
-        self._is_checked = False  # whether a first window had a finite loss
+        self.is_checked = False
+        """Whether a first window had a finite loss."""
         self._checked_in = 0  # which one that was
         self._is_first = True  # until a window that was cut has been examined
         self._occasions = Occasions()
@@ -130,7 +131,7 @@ class Examiner:
         # Where it had to be let go of once it would have to be again: that is a replay for each window.
         may_fit = spare_bytes is None or self._short_bytes <= spare_bytes
         self._is_to_remember = self._verify and is_due and may_fit and (way is None or way != self._short_way)
-        if self._is_to_remember and not self._is_checked:
+        if self._is_to_remember and not self.is_checked:
             self._remember()
         # The transaction knows nothing of being examined: this is put around its forward from outside.
         self._transaction.forward = self.forward
@@ -171,7 +172,7 @@ class Examiner:
             LossSideEffectError: gradients have changed while it was computed.
         """
         is_part = num_samples < window_samples
-        if not is_part and self._is_checked:  # a whole window has nothing to hide, and needs no second look
+        if not is_part and self.is_checked:  # a whole window has nothing to hide, and needs no second look
             return self._transaction.plain_forward(batch, num_samples, window_samples)
         if self._is_to_remember:
             self._remember()
@@ -201,12 +202,12 @@ class Examiner:
         Raises:
             NonFiniteLossError: it is NaN or infinite.
         """
-        if self._is_checked or gradient.conclusion is None:
+        if self.is_checked or gradient.conclusion is None:
             return
         # It waits for the device, and so is asked of one window only.
         if not math.isfinite(value := gradient.loss.item()):
             raise NonFiniteLossError(value)
-        self._is_checked, self._checked_in = True, self._number
+        self.is_checked, self._checked_in = True, self._number
 
     def examine(
         self,
@@ -452,7 +453,7 @@ class Examiner:
         if error == math.inf:  # the loss of the whole is not a number either
             self._transaction.drops_nan = self._transaction.drops_gradients = False
             # The loss of a first window, which was finite without them, is looked at once more.
-            self._is_checked = self._is_checked and self._checked_in != self._number
+            self.is_checked = self.is_checked and self._checked_in != self._number
         elif error:
             self._fail(notices.dropped_notice(error), error, said)
         elif error is not None:
@@ -513,7 +514,7 @@ class Examiner:
         """Return what was looked at and measured, for a checkpoint."""
         transaction = self._transaction
         return {
-            "_checked": self._is_checked,
+            "_checked": self.is_checked,
             "_examining": self._is_first,
             "verified": {
                 "hypothesis": transaction.hypothesis,
@@ -529,7 +530,7 @@ class Examiner:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Put back what ``state_dict`` returned; an older version had measured nothing."""
-        self._is_checked, self._is_first = state["_checked"], state["_examining"]
+        self.is_checked, self._is_first = state["_checked"], state["_examining"]
         measured = state.get("verified")
         if measured is None:
             return
