@@ -162,6 +162,8 @@ def test_a_limit_below_the_smallest_micro_batch_is_said_once() -> None:
 class Told:
     """An examiner that says what it is told to say of a window."""
 
+    is_checked = True
+
     def __init__(self, *found: Any) -> None:
         self.found = list(found)
         self.seen: list[tuple[int, tuple[int, ...], int]] = []
