@@ -296,7 +296,7 @@ def _saved(run: Run) -> list[str]:
         return []
     name, step, reason = (saved[field][-1] for field in ("new", "step", "reason"))
     changed = _times(len(saved["step"]))
-    text = f"How memory is saved changed {changed}: it is {name} since step {step:,}, for {reason}"
+    text = f"How memory is saved changed {changed}: it is {name} since step {step:,} ({reason})"
     if len(measured["step"]):
         operations = int(measured["operations"].sum())
         text += f"; what is computed twice came to the same bits, measured on {_many(operations, 'operation')}"

@@ -143,7 +143,7 @@ def line(event: Event) -> str | None:
     if isinstance(event, Replanned):
         return f"step {event.step}: {event.reason}: {cut_text(event.old)} -> {cut_text(event.new)}"
     if isinstance(event, MemorySaving):
-        return f"step {event.step}: {event.reason}: memory saving {event.old} -> {event.new}"
+        return f"step {event.step}: memory saving {event.old} -> {event.new}: {event.reason}"
     if isinstance(event, Recomputed):
         return f"step {event.step}: {_recomputed_text(event)}"
     if isinstance(event, Validated):

@@ -249,7 +249,7 @@ class Plans:
         tuner, contest, step = self._tuner, self._saving.contest, self._number() + 1
         # Where memory, or the time that windows take, is never the same twice, nobody knows when it would be told.
         if contest.is_overdue() and contest.best is not None:
-            self._go_back(contest.best, f"not settled after {contest.windows} windows", batch)
+            self._go_back(contest.best, f"the plan was not settled after {contest.windows} windows", batch)
             return
         if not self.times_rung:
             return
@@ -268,10 +268,15 @@ class Plans:
             return
         is_below, is_above = best is not None and best.rungs > 0, best is not None and best.rungs < 0
         # The next one may do although this one does not: every second block may leave too much for two at once.
-        if best is None or not has_lost:
+        is_best = best is None or not has_lost
+        if best is None or is_best:
             best, self._known_best = Best(seconds or 0.0, most, 0), tuner.state_dict()
         known, told, rungs = self._known_best, None, -1 if may_rise else best.rungs + 1
-        why = f"{1000 * best.seconds:.3g} ms a sample in micro-batches of {best.most} may be more than it takes so"
+        why = (
+            f"tried, for with {'less to compute' if may_rise else 'more at a time'} a sample may take less than the "
+            f"{_shown(best.seconds)} that it {'takes now' if is_best else 'took before'}, in micro-batches of "
+            f"{best.most}"
+        )
         if may_rise:
             told = self._saving.give_back(1, step, why)
         elif not is_above and (has_lost or may_gain):
@@ -281,7 +286,7 @@ class Plans:
             contest.begin(best._replace(rungs=rungs))
             self._known_best = known
         elif has_lost:
-            self._go_back(best, _took(seconds), batch)
+            self._go_back(best, _lost(best, seconds), batch)
         else:
             contest.close(most if is_below else 0)
 
@@ -296,14 +301,13 @@ class Plans:
         # Of samples of different lengths nobody knows how many the largest micro-batch may have.
         if contest.best is None or window.lengths is not None or not contest.has_lost(self._tuner.largest):
             return False
-        self._go_back(contest.best, _took(contest.seconds), batch)
+        self._go_back(contest.best, _lost(contest.best, contest.seconds), batch)
         return True
 
-    def _go_back(self, best: Best, took: str, batch: Callable[[], Any]) -> None:
-        """Come back to the best rung from one of which it is said what it took."""
+    def _go_back(self, best: Best, why: str, batch: Callable[[], Any]) -> None:
+        """Come back to the best rung, from one of which it is said what speaks against it."""
         tuner, saving, step, known = self._tuner, self._saving, self._number() + 1, self._known_best
-        is_above = best.rungs < 0
-        why = f"{took}, where {1000 * best.seconds:.3g} ms a sample were enough {'with' if is_above else 'without'}"
+        is_above, why = best.rungs < 0, f"gone back, for {why}"
         if not is_above:
             self.saves(saving.give_back(best.rungs, step, why))
         elif (told := saving.try_lower(batch, step, self._limit.bytes, why)) is not None:
@@ -315,6 +319,12 @@ class Plans:
             self.announce(*tuner.full_window)
 
 
-def _took(seconds: float | None) -> str:
-    """Return in words what a rung took for a sample; None: it was not timed, for it cannot win."""
-    return "as few samples at a time" if seconds is None else f"{1000 * seconds:.3g} ms a sample"
+def _lost(best: Best, seconds: float | None) -> str:
+    """Return in words why a rung has lost against the best one; None: it was not timed, for it cannot win."""
+    if seconds is None:
+        return "there was room for no more samples at a time than before, and each takes more to compute"
+    return f"a sample took {_shown(seconds)}, and {_shown(best.seconds)} before, in micro-batches of {best.most}"
+
+
+def _shown(seconds: float) -> str:
+    return f"{seconds:.3g} s" if seconds >= 0.9995 else f"{1000 * seconds:.3g} ms"

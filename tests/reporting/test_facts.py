@@ -235,14 +235,14 @@ def test_nothing_changed(of: Any) -> None:
 
 
 def test_how_memory_was_saved_is_told(of: Any) -> None:
-    told = "How memory is saved changed once: it is every second block since step 2, for out of memory"
+    told = "How memory is saved changed once: it is every second block since step 2 (out of memory)"
     assert answer(of(report(1), saving(step=2), report(2)), "What changed")[0] == f"Nothing made it re-plan. {told}."
 
 
 def test_that_a_second_forward_was_measured_is_told(of: Any) -> None:
     done = Recomputed(step=3, saving="every second block", operations=1200)
     told = answer(of(report(1), saving(step=2), report(2), done), "What changed")[0]
-    assert "for out of memory; what is computed twice came to the same bits, measured on 1,200 operations." in told
+    assert "(out of memory); what is computed twice came to the same bits, measured on 1,200 operations." in told
 
 
 def test_how_fast(of: Any) -> None:

@@ -36,7 +36,7 @@ LINES: dict[Any, str | None] = {
     ),
     MemorySaving(
         step=2, old="off", new="checkpoint, model.h", reason="out of memory", blocks=4, held_bytes=9, recomputed_bytes=8
-    ): "step 2: out of memory: memory saving off -> checkpoint, model.h",
+    ): "step 2: memory saving off -> checkpoint, model.h: out of memory",
     Recomputed(step=3, saving="checkpoint, model.h", operations=120): (
         "step 3: what is computed twice comes to the same bits, measured on 120 operations"
     ),

@@ -576,6 +576,6 @@ def test_it_is_told_of_in_words(needed: dict[str, int]) -> None:
     found, _ = fit(needed["half"])
     told = [line(event) for event in found.events if isinstance(event, MemorySaving | Recomputed | Replanned)]
     assert told[0] == (
-        "step 1: out of memory at the smallest micro-batch: memory saving off -> checkpoint, every 2nd of model.blocks"
+        "step 1: memory saving off -> checkpoint, every 2nd of model.blocks: out of memory at the smallest micro-batch"
     )
     assert "what is computed twice comes to the same bits, measured on" in str(told[-1])
