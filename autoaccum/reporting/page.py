@@ -181,24 +181,23 @@ def _plans(run: Run) -> str:
     Where the way in which memory is saved has changed, that stands among them, for sizes are found out anew then.
     """
     planned, replanned, saved = (run.events[name] for name in ("Planned", "Replanned", "MemorySaving"))
-    # Both kinds as (time, step, sizes, reason, the plan before it), which a plan that was settled on does not name.
-    settled = zip(planned["time"], planned["step"], planned["sizes"], planned["reason"], strict=True)
+    # All as (step, time, sizes, reason, the plan before it), which a plan that was settled on does not name. That one
+    # is recorded with the windows before it, the others with the one that they begin with, as all are shown here.
+    settled = zip(planned["step"] + 1, planned["time"], planned["sizes"], planned["reason"], strict=True)
     plans: list[tuple[Any, ...]] = [(*plan, None) for plan in settled]
-    plans += zip(*(replanned[field] for field in ("time", "step", "new", "reason", "old")), strict=True)
+    plans += zip(*(replanned[field] for field in ("step", "time", "new", "reason", "old")), strict=True)
     # Texts in place of sizes.
-    plans += zip(*(saved[field] for field in ("time", "step", "new", "reason", "old")), strict=True)
-    # By time: the step alone does not tell what came first, and a resumed run has steps twice.
+    plans += zip(*(saved[field] for field in ("step", "time", "new", "reason", "old")), strict=True)
     rows, is_news = [], News()
-    for _, step, new, reason, old in sorted(plans, key=lambda plan: plan[0]):
+    for step, _, new, reason, old in sorted(plans, key=lambda plan: plan[:2]):
         if isinstance(new, str):
             rows.append([number_cell(int(step)), escaped(f"memory saving {old}"), escaped(new), escaped(reason)])
             continue
         if (old is not None and not is_scheduled(old, new)) or is_news(new):
             before, why = ("", f"planned, for {reason}") if old is None else (cut_text(old), reason)
             rows.append([number_cell(int(step)), escaped(before), escaped(cut_text(new)), escaped(why)])
-    return (
-        f"<h2>Plans</h2>\n{html_table(('step', 'from', 'to', 'why'), rows, numbers={0}, cuts={1, 2})}" if rows else ""
-    )
+    heads = ("from step", "from", "to", "why")
+    return f"<h2>Plans</h2>\n{html_table(heads, rows, numbers={0}, cuts={1, 2})}" if rows else ""
 
 
 def _notices(run: Run) -> str:

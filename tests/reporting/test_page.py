@@ -23,7 +23,7 @@ from torch.nn.functional import cross_entropy
 import autoaccum
 from autoaccum.cli.app import main
 from autoaccum.errors import NoHistoryError
-from autoaccum.events import Finished, Notice, OutOfMemory, Replanned, Resumed, Saved, Validated
+from autoaccum.events import Finished, Notice, OutOfMemory, Planned, Replanned, Resumed, Saved, Validated
 from autoaccum.reporting import RecordWriter, environment, write_json
 from autoaccum.reporting.page import write_report
 from autoaccum.reporting.tables import ROWS
@@ -138,8 +138,8 @@ def test_the_page_says_what_the_run_was_and_answers_what_people_ask(run_dir: Pat
 def test_tables(run_dir: Path) -> None:
     rows = page_of(run_dir).rows
     assert rows[:4] == [
-        ["step", "from", "to", "why"],
-        ["3", "", "4 x 2", "planned, for larger ones do not fit"],
+        ["from step", "from", "to", "why"],
+        ["4", "", "4 x 2", "planned, for larger ones do not fit"],
         ["9", "4 x 2", "2 x 4", "out of memory"],
         ["12", "memory saving off", "every second block", "out of memory"],
     ]
@@ -190,6 +190,23 @@ def test_nothing_that_was_written_is_taken_for_html(tmp_path: Path) -> None:
         assert NASTY in page.text
     names = {curve["name"] for curve in both.pictures[0]["curves"]}
     assert names == {f"1: {folder.name}", '2: $x^$ _"&quot;<b>'}
+
+
+def test_plans_stand_in_the_order_in_which_they_began(tmp_path: Path) -> None:
+    """A plan that was settled on is recorded with the windows before it, and what is tried next with its window."""
+    write(
+        tmp_path,
+        *(report(step) for step in range(1, 7)),
+        planned(4, 4, step=6, reason="larger ones do not fit"),
+        saving(step=7),
+        planned(8, step=6, reason="the whole window fits"),
+        *(report(step) for step in range(7, 10)),
+        Replanned(step=9, old=(8,), new=(4, 4), reason="out of memory"),
+        planned(4, 4, step=9, reason="larger ones do not fit"),
+    )
+    rows = page_of(tmp_path).rows[1:]
+    assert [row[0] for row in rows] == ["7", "7", "7", "9", "10"]
+    assert [row[2] for row in rows] == ["4 x 2", "every second block", "8 x 1", "4 x 2", "4 x 2"]
 
 
 def test_of_a_ramp_the_table_has_what_is_news(tmp_path: Path) -> None:
@@ -387,7 +404,9 @@ def test_of_a_run_whose_limit_fell(tmp_path: Path) -> None:
     assert "800 samples in 20 steps" in page.text
     table = [row for row in page.rows if len(row) == 4][1:]
     happened = [e for e in result.events if type(e).__name__ in ("Planned", "Replanned")]
-    assert [row[0] for row in table] == [str(event.step) for event in happened]  # type: ignore[union-attr]
+    # A plan that was settled on is told with the windows before it.
+    begins = [event.step + isinstance(event, Planned) for event in happened]  # type: ignore[union-attr]
+    assert [row[0] for row in table] == [str(step) for step in begins]
     assert table[-1][1:3] == ["40 x 1", "20 x 2"]
     assert table[-1][3].startswith("the limit fell to ")
     assert "It re-planned once: the limit fell to " in page.text
