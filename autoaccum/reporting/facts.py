@@ -147,6 +147,24 @@ def replans(run: Run) -> list[tuple[int, tuple[int, ...], tuple[int, ...], str]]
     return [row for row in rows if not is_scheduled(row[1], row[2])]
 
 
+def _settled(run: Run) -> list[tuple[int, tuple[int, ...], str]]:
+    """Return (windows before it, sizes, reason) of each plan that was settled on, and is none that stood already."""
+    planned, replanned = run.events["Planned"], run.events["Replanned"]
+    # As in the table of plans: each by the first of its windows.
+    settled = zip(planned["step"] + 1, planned["time"], planned["sizes"], planned["reason"], strict=True)
+    told: list[tuple[Any, ...]] = [(*plan, None) for plan in settled]
+    told += zip(*(replanned[field] for field in ("step", "time", "new", "reason", "old")), strict=True)
+    found: list[tuple[int, tuple[int, ...], str]] = []
+    last: tuple[int, ...] = ()
+    for step, _, sizes, reason, old in sorted(told, key=lambda one: one[:2]):
+        if old is None and sizes != last:
+            found.append((int(step) - 1, sizes, reason))
+        # A plan that memory has changed for the short window of an epoch's end is not the one that stands.
+        if old is None or not last or is_scheduled(old, sizes) or sum(sizes) == sum(last):
+            last = sizes
+    return found
+
+
 def periods(run: Run) -> list[Period]:
     """Return how windows were to be cut, in order; a prediction stands for as long as its micro-batch is planned."""
     steps = run.windows["step"]
@@ -263,20 +281,28 @@ def _off(error: float) -> str:
 
 def _changes(run: Run) -> Answer:
     """Say which plan the run settled on, and what became of it."""
-    planned, changed = run.events["Planned"], replans(run)
+    changed, plans = replans(run), _settled(run)
     sentences = []
-    if len(planned["step"]):
-        step, sizes, reason = int(planned["step"][0]), planned["sizes"][0], planned["reason"][0]
+    if plans:
+        step, sizes, reason = plans[0]
         sentences.append(f"It settled on {cut_text(sizes)} after {_many(step, 'window')}, for {reason}.")
+    # As after another way of saving memory, for which sizes are found out anew.
+    if len(plans) > 1:
+        step, sizes, reason = plans[-1]
+        last = ":" if len(plans) == 2 else ", the last time"
+        again = f"It settled on another plan {_times(len(plans) - 1)}{last} {cut_text(sizes)}"
+        sentences.append(f"{again} after {_many(step, 'window')}, for {reason}.")
     if changed:
         reasons = Counter(reason for *_, reason in changed).most_common(4)  # more would be a list and no answer
         listed = ", ".join(reason if count == 1 else f"{reason} ({count} times)" for reason, count in reasons)
         more = len(changed) - sum(count for _, count in reasons)
-        sentences.append(
-            f"It re-planned {_times(len(changed))}: {listed}{f', and {more} more' if more else ''}; from "
-            f"{cut_text(changed[0][1])} to {cut_text(changed[-1][2])}."
-        )
-    else:
+        text = f"It re-planned {_times(len(changed))}: {listed}{f', and {more} more' if more else ''}"
+        # Windows of as many samples are compared: the last one of an epoch may have fewer.
+        largest = max(sum(old) for _, old, _, _ in changed)
+        alike = [(old, new) for _, old, new, _ in changed if sum(old) == largest]
+        where = "" if len(alike) == len(changed) else f" in windows of {largest:,} samples"
+        sentences.append(f"{text}; from {cut_text(alike[0][0])} to {cut_text(alike[-1][1])}{where}.")
+    elif len(plans) < 2:
         sentences.append("Nothing made it re-plan.")
     sentences += _saved(run)
     # The schedule's own re-plans are told by their number: a ramp may have thousands.

@@ -230,6 +230,37 @@ def test_what_changed(of: Any) -> None:
     assert (facts.num_replans, facts.num_out_of_memory) == (2, 0)
 
 
+def test_full_windows_are_compared_with_each_other(of: Any) -> None:
+    """The last window of an epoch has fewer samples, and plans of its own."""
+    records = (
+        planned(4, 4, step=1),
+        report(2),
+        Replanned(step=3, old=(4, 4), new=(3, 3, 2), reason="out of memory"),
+        report(3, (3, 3, 2)),
+        Replanned(step=4, old=(3, 3), new=(2, 2, 2), reason="out of memory"),
+        report(4, (2, 2, 2)),
+    )
+    told = answer(of(report(1), *records), "What changed")[0]
+    assert told.endswith("It re-planned twice: out of memory (2 times); from 4 x 2 to 2-3 x 3 in windows of 8 samples.")
+    again = planned(3, 3, 2, step=4, reason="it stands")
+    assert "another plan" not in answer(of(again), "What changed")[0]
+
+
+def test_every_plan_that_was_settled_on_is_told(of: Any) -> None:
+    first = planned(4, 4, step=1, reason="larger micro-batches do not fit")
+    records = (report(1), first, report(2), planned(4, 4, step=2), saving(step=3))
+    assert answer(of(*records), "What changed")[0].startswith(
+        "It settled on 4 x 2 after 1 window, for larger micro-batches do not fit. Nothing made it re-plan."
+    )
+    told = answer(of(planned(8, step=3, reason="the whole window fits")), "What changed")[0]
+    assert told.startswith(
+        "It settled on 4 x 2 after 1 window, for larger micro-batches do not fit. "
+        "It settled on another plan once: 8 x 1 after 3 windows, for the whole window fits. How memory is saved"
+    )
+    told = answer(of(planned(4, 4, step=3, reason="r")), "What changed")[0]
+    assert "It settled on another plan twice, the last time 4 x 2 after 3 windows, for r. How memory" in told
+
+
 def test_nothing_changed(of: Any) -> None:
     assert answer(of(report(1)), "What changed")[0] == "Nothing made it re-plan."
 
