@@ -196,8 +196,10 @@ def _plans(run: Run) -> str:
         if (old is not None and not is_scheduled(old, new)) or is_news(new):
             before, why = ("", f"planned, for {reason}") if old is None else (cut_text(old), reason)
             rows.append([number_cell(int(step)), escaped(before), escaped(cut_text(new)), escaped(why)])
-    heads = ("from step", "from", "to", "why")
-    return f"<h2>Plans</h2>\n{html_table(heads, rows, numbers={0}, cuts={1, 2})}" if rows else ""
+    if not rows:
+        return ""
+    table = html_table(("from step", "from", "to", "why"), rows, numbers={0}, cuts={1, 2})
+    return f'<h2>Plans</h2>\n<p class="what">{_SIZES}</p>\n{table}'
 
 
 def _notices(run: Run) -> str:
@@ -259,6 +261,8 @@ def _ranks(run: Run) -> str:
     return f"<h2>Ranks</h2>\n{html_table(heads, rows, numbers={0, 1})}"
 
 
+_SIZES = "Windows are cut as micro-batch x accumulation steps: 8 x 32 is 32 micro-batches of 8 samples."
+"""What is said above the table of plans."""
 _VERIFIED = ("step", "hypothesis", "error", "tolerance", "tensor", "samples", "cuts")
 """Fields of a measurement that are shown."""
 _NOTICE = ("cause", "consequence", "cure")

@@ -192,6 +192,12 @@ def test_nothing_that_was_written_is_taken_for_html(tmp_path: Path) -> None:
     assert names == {f"1: {folder.name}", '2: $x^$ _"&quot;<b>'}
 
 
+def test_above_plans_it_says_how_to_read_them(run_dir: Path, tmp_path: Path) -> None:
+    told = "micro-batch x accumulation steps: 8 x 32 is 32 micro-batches of 8 samples."
+    assert told in page_of(run_dir).text
+    assert told not in page_of(write(tmp_path / "none", report(1))).text, "without plans there is no table"
+
+
 def test_plans_stand_in_the_order_in_which_they_began(tmp_path: Path) -> None:
     """A plan that was settled on is recorded with the windows before it, and what is tried next with its window."""
     write(
