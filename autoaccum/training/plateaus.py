@@ -6,7 +6,7 @@ stops, or slows down, after the same window. Every rank hears the same validatio
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, Literal
 
 import torch
@@ -14,9 +14,12 @@ import torch
 from autoaccum import _checks
 from autoaccum._kinds import entries, number, optional, whole
 from autoaccum.errors import ArgumentError, ConflictingArgumentsError, StopTraining
-from autoaccum.events import Record, Started, Validated
+from autoaccum.events import Record, Started, StepReport, Validated
+from autoaccum.reporting.lines import means_of
+from autoaccum.training import reported
 from autoaccum.training.hooks import Ready
 from autoaccum.training.options import FitArguments
+from autoaccum.training.synonyms import meant_by
 
 State = dict[str, Any]
 
@@ -33,6 +36,7 @@ class Watch(Ready):
         _checks.one_of("mode", mode, ("min", "max"))
         self.mode = mode
         self.min_delta = _checks.number_between("min_delta", min_delta, 0)
+        self._is_known = True  # as far as no run has been looked at
         self._forget()
 
     def _forget(self) -> None:
@@ -42,14 +46,18 @@ class Watch(Ready):
         """Validations since then."""
 
     def check(self, arguments: FitArguments) -> None:
-        """Refuse a run without validations.
+        """Refuse a run without validations, or one whose validations surely report no such name.
 
         Raises:
-            ArgumentError: there is no validation_data.
+            ArgumentError: there is no validation_data, or no such name.
         """
         if arguments.validation_data is None:
             cure = "It goes by validations: pass what to validate on."
             raise ArgumentError("callbacks", type(self).__name__, "validation_data beside it", cure)
+        known, may_be_more = reported.of_arguments(arguments)
+        self._is_known = self.metric in known
+        if not (self._is_known or may_be_more):
+            raise self._refused(known)
 
     def __call__(self, record: Record, trainer: Any) -> None:
         """Hear of the run's begin, and of its validations."""
@@ -57,10 +65,22 @@ class Watch(Ready):
             if trainer.step == 0:  # the same object may have been in a run before
                 self._forget()
             self._begin()
+        elif isinstance(record, StepReport):
+            if not self._is_known:
+                self._look(record, trainer)
         # Each validation comes by once: one that an earlier process has had is in the state that was put back.
         elif isinstance(record, Validated):
             self._hear(self._value(record))
             self._act(trainer)
+
+    def _look(self, report: StepReport, trainer: Any) -> None:
+        """Refuse a name that no validation will report, once a window has shown what stands beside the loss."""
+        self._is_known = True  # or it cannot be told before a validation
+        if self.metric in means_of(report.outputs):
+            return
+        known = reported.after_window(report, trainer)
+        if known is not None and self.metric not in known:
+            raise self._refused(known)
 
     def _begin(self) -> None:
         """Look at where the run goes on."""
@@ -69,12 +89,21 @@ class Watch(Ready):
         """Do what is due after a validation."""
 
     def _value(self, record: Validated) -> float:
-        # Not known before: what stands beside a loss is reported too, and shows when one is computed.
+        # Not always known before: names may come and go.
         found: dict[str, float] = {**record.metrics, "loss": record.loss}
         if self.metric not in found:
-            accepted = f"one of {', '.join(sorted(found))}, which validations report"
-            raise ArgumentError("metric", self.metric, accepted, "Pass the function in metrics= too.")
+            raise self._refused(found)
         return found[self.metric]
+
+    def _refused(self, found: Iterable[str]) -> ArgumentError:
+        """Return the error of a name that is none of those which are reported."""
+        names = sorted(found)
+        # "acc" is not like "accuracy" letter by letter.
+        short = [name for name in names if name.startswith(self.metric) or self.metric.startswith(name)]
+        meant = meant_by(self.metric, names) or (f"Did you mean {short[0]}?" if short else "")
+        cure = f"{meant} " if meant else ""
+        accepted = f"one of {', '.join(names)}, which validations report"
+        return ArgumentError("metric", self.metric, accepted, f"{cure}Pass the function in metrics= too.")
 
     def _hear(self, value: float) -> None:
         """Count one more validation."""
