@@ -14,7 +14,7 @@ from autoaccum.integrations.lightning_checks import OPTIONS, refuse_module, refu
 from autoaccum.integrations.lightning_data import remade
 from autoaccum.integrations.lightning_evaluation import Evaluation
 from autoaccum.integrations.lightning_windows import Windows
-from autoaccum.training.synonyms import elsewhere
+from autoaccum.training.synonyms import elsewhere, meant_by
 
 # There are two packages with the same content, and each has a Callback of its own: that of the one that is in use.
 if TYPE_CHECKING:
@@ -59,8 +59,9 @@ class AutoAccum(Callback):  # type: ignore[misc]
             positive_int("effective_batch", effective_batch)
         for name, value in options.items():
             if name not in OPTIONS:
-                cure = _of_trainer(name) or elsewhere(name)
-                raise ArgumentTypeError(name, value, f"an argument that AutoAccum has: {', '.join(OPTIONS)}", cure)
+                names = ("effective_batch", *OPTIONS)
+                cure = _of_trainer(name) or elsewhere(name) or meant_by(name, names)
+                raise ArgumentTypeError(name, value, f"an argument that AutoAccum has: {', '.join(names)}", cure)
         self.effective_batch = effective_batch
         self._options = options
         self._windows: Windows | None = None
