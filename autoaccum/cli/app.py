@@ -25,6 +25,7 @@ from autoaccum.cli.keeping import typed
 from autoaccum.cli.printing import CLOSED, fail, hush, show_warning
 from autoaccum.cli.spelling import offered
 from autoaccum.errors import ArgumentError, AutoaccumError, MemoryLimitError, RecipeError, ResumeError
+from autoaccum.training.frames import leave_out_own
 from autoaccum.training.recipes import RecipeRaised
 from autoaccum.training.synonyms import elsewhere
 
@@ -69,19 +70,24 @@ def main(argv: Sequence[str] | None = None) -> int:
             sys.last_value = error
             return 130
         # ``autoaccum report --json | head``: nothing failed. A pipe of the recipe's own is another matter.
-        except BrokenPipeError:
+        except BrokenPipeError as error:
             if hush():
                 return CLOSED
-            traceback.print_exc()
-            return 1
+            return _show(error)
         except SystemExit as end:
             # What prints the help has found the same, and has seen to it by itself.
             if isinstance(end.__context__, BrokenPipeError):
                 return CLOSED
             raise
-        except Exception:
-            traceback.print_exc()
-            return 1
+        except Exception as error:
+            return _show(error)
+
+
+def _show(error: Exception) -> int:
+    """Print the traceback of an unexpected error, which ends where the recipe's code failed; return the exit code."""
+    leave_out_own(error)
+    traceback.print_exception(error)
+    return 1
 
 
 def _app() -> App:

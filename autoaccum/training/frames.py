@@ -29,14 +29,21 @@ def without_own_frames(function: F) -> F:
         try:
             return function(*args, **kwargs)
         except Exception as error:
-            # A class of the user's may let nothing be set on its errors.
-            with suppress(Exception):
-                if not sys.flags.dev_mode and _is_of_user(error):
-                    _leave_out(error)
-                    del args, kwargs  # as others hold nothing any more
+            if leave_out_own(error):
+                del args, kwargs  # as others hold nothing any more
             raise
 
     return cast(F, call)
+
+
+def leave_out_own(error: Exception) -> bool:
+    """Leave the frames of this package out of an error of the user's; return whether that was done."""
+    # A class of the user's may let nothing be set on its errors.
+    with suppress(Exception):
+        if not sys.flags.dev_mode and _is_of_user(error):
+            _leave_out(error)
+            return True
+    return False
 
 
 def _is_of_user(error: Exception) -> bool:
