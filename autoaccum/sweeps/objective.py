@@ -215,7 +215,7 @@ class Objective:
             before, now = ({name: facts[name] for name in facts if name in COMPARED} for facts in (before, now))
         if before and now and (differences := list(differing(before, known_then(before, now)))):
             accepted = f"what study {study.study_name!r} was begun with ({'; '.join(differences)})"
-            cure = "Trials of one study are compared: choose another study_name and directory."
+            cure = "Trials of one study are compared: choose another study_name and another directory."
             raise ArgumentError("recipe", getattr(self.recipe, "__name__", self.recipe), accepted, cure)
         # Optuna itself would say so in the first trial, when the study is begun and the recipe has run.
         for trial in trials:
@@ -224,7 +224,7 @@ class Objective:
                 try:
                     check_distribution_compatibility(old, new)
                 except ValueError:
-                    cure = "Optuna cannot change it within a study: choose another study_name and directory."
+                    cure = "Optuna cannot change it within a study: choose another study_name and another directory."
                     raise ArgumentError(name, new, f"{old}, as study {study.study_name!r} has it", cure) from None
 
     def check_new(self, arguments: Arguments) -> None:

@@ -119,7 +119,8 @@ def binding(
             listed = ", ".join(str(parameter.replace(annotation=parameter.empty)) for parameter in settable.values())
             takes = f"takes {listed}" if listed else "takes none"
             cure = _suggest(name, list(settable)).strip()
-            raise ArgumentError(name, value, f"a parameter of the recipe {recipe}, which {takes}", cure)
+            accepted = f"a parameter of the recipe {recipe}, which {takes}"
+            raise ArgumentError(f"recipe_arguments[{name!r}]", value, accepted, cure)
     # What repeats a default is no other run than one in which it was not passed.
     differing = {n: v for n, v in parameters.items() if n not in settable or not _is_same(v, settable[n].default)}
     bound = function

@@ -69,7 +69,7 @@ def test_a_limit_below_the_model_exits_with_3(
     assert main([command, tiny("'effective_batch': 8,"), "--memory-limit", "1MiB", "--device", "cpu"]) == 3
     out, err = capsys.readouterr()
     assert out == ""
-    assert err.startswith("error: memory_limit: 1.00 MiB may be used, but ")
+    assert err.startswith("error: --memory-limit: 1.00 MiB may be used, but ")
     assert "Traceback" not in err
 
 

@@ -100,7 +100,7 @@ def test_a_directory_that_is_named_is_taken(
     assert runs() == []
     # A checkpoint to go on from is insisted on, and none is named.
     assert main(["fit", tiny("'effective_batch': 8,"), *PLAIN, "--resume", "true"]) == 2
-    assert "run_dir beside it" in capsys.readouterr().err
+    assert "--run-dir beside it" in capsys.readouterr().err
     assert runs() == []
 
 

@@ -87,7 +87,7 @@ def test_what_the_recipe_does_not_take_is_refused_with_what_it_takes(
     recipe: str, tiny: Callable[..., str], capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["fit", recipe, "--set", "widht=3", *QUIET]) == 2
-    expected = f"widht=3: expected a parameter of the recipe {recipe}, which takes width=8, bias=True, note='x'. "
+    expected = f"--set widht=3: expected a parameter of the recipe {recipe}, which takes width=8, bias=True, note='x'. "
     assert capsys.readouterr().err == f"error: {expected}Did you mean 'width'?\n"
     assert main(["fit", tiny("'effective_batch': 8,"), "--set", "width=3", *QUIET]) == 2
     assert "which takes none." in capsys.readouterr().err
@@ -119,7 +119,11 @@ def test_a_sweep_passes_it_to_all_trials(recipe: str, capsys: pytest.CaptureFixt
     assert main([*sweep, "--set", "width=3", "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["finished"] == 1
     assert main([*sweep, "--set", "width=5"]) == 2
-    assert "study 'wide' was begun with" in capsys.readouterr().err
-    assert main([*sweep, "--set", "wide=3"]) == 2
+    told = capsys.readouterr().err
+    assert "study 'wide' was begun with" in told
+    assert "Trials of one study are compared: choose another --study-name and another --directory." in told
+    # Which the command has an option of the same name for.
+    assert main(["sweep", recipe, *sweep[2:], "--set", "lr=3"]) == 2
+    assert capsys.readouterr().err.startswith(f"error: --set lr=3: expected a parameter of the recipe {recipe}, which ")
     assert main(["sweep", f"{recipe}:any_of_them", "--set", "lr=3", *sweep[2:]]) == 2
-    assert "--lr 0.1: expected at most one of lr and recipe_arguments" in capsys.readouterr().err
+    assert "--lr 0.1: expected at most one of --lr and --set" in capsys.readouterr().err

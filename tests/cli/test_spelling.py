@@ -38,3 +38,37 @@ def test_what_is_no_option_of_the_command_keeps_its_spelling() -> None:
     text = as_options("f(depth=2), path='a', model.depth=3, deep=True, deep=False, word='x y', name='b', depth=4.")
     offered.reset(token)
     assert text == "f(depth=2), path='a', model.depth=3, --deep, --no-deep, --word 'x y', name='b', --depth 4."
+
+
+@pytest.mark.parametrize(
+    ("argv", "told"),
+    [
+        (["--lr", "-1"], "--lr -1.0: expected a number of at least 0"),
+        (["--effective-batch", "-4"], "--effective-batch -4: expected"),
+        (
+            ["--min-micro-batch", "9", "--max-micro-batch", "4"],
+            "--min-micro-batch 9: expected at most --max-micro-batch 4",
+        ),
+        (["--checkpoint-every", "3", "--run-dir", "none"], "--checkpoint-every 3: expected --run-dir beside it."),
+    ],
+)
+def test_it_is_spelt_as_it_was_typed(
+    argv: list[str], told: str, tiny: Callable[..., str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["fit", tiny("'effective_batch': 8,"), "--device", "cpu", *argv]) == 2
+    assert capsys.readouterr().err.startswith(f"error: {told}")
+
+
+def test_an_argument_without_a_value_is_an_option_where_it_is_surely_one() -> None:
+    def run(path: str, **options: Any) -> None: ...
+
+    def function(study_name: str = "", state: str = "") -> None: ...
+
+    call = command(run, of_function(function))
+    token = offered.set(inspect.signature(call).parameters)
+    kept = (
+        "a state, study_name.db, 'study_name', f(study_name), a/study_name, study_name(), model.study_name, other_name"
+    )
+    text = as_options(f"{kept}. Choose another study_name, or pass state. recipe_arguments['state']=3")
+    offered.reset(token)
+    assert text == f"{kept}. Choose another --study-name, or pass --state. --set state=3"
