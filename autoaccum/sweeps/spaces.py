@@ -115,8 +115,13 @@ def _values(
         if not found or len(set(found)) < len(found):
             raise ArgumentError(argument, given, accepted)
         return found
-    if len(found) != 2 or found[0] >= found[1]:  # a range of one value is that value
-        raise ArgumentError(argument, given, accepted)
+    if len(found) != 2 or found[0] >= found[1]:
+        cure = ""
+        if len(found) == 2 and found[0] > found[1]:
+            cure = f"The lower end comes first: '{found[1]:g}:{found[0]:g}'."
+        elif len(found) == 2:
+            cure = f"A range of one value is that value: {found[0]:g}."
+        raise ArgumentError(argument, given, accepted, cure)
     return found[0], found[1]
 
 

@@ -44,6 +44,20 @@ def test_batches(given: Any, found: Any) -> None:
     assert spaces.batches(given) == found
 
 
+@pytest.mark.parametrize(
+    ("read", "given", "cure"),
+    [
+        (spaces.learning_rates, "1e-1:1e-4", "The lower end comes first: '0.0001:0.1'."),
+        (spaces.batches, (256, 32), "The lower end comes first: '32:256'."),
+        (spaces.batches, "32:32", "A range of one value is that value: 32."),
+    ],
+)
+def test_a_range_that_is_none_is_told_why(read: Any, given: Any, cure: str) -> None:
+    with pytest.raises(ArgumentError) as caught:
+        read(given)
+    assert str(caught.value).endswith(cure)
+
+
 def test_a_schedule_is_not_read_as_a_list() -> None:
     with pytest.raises(ArgumentError, match="effective_batch='64, 1000:256': .* For schedules to choose from pass"):
         spaces.batches("64, 1000:256")
