@@ -460,8 +460,9 @@ class CheckpointStateError(CheckpointError):
 class CheckpointWriteError(CheckpointError):
     """A checkpoint that could not be written: what was begun is removed, and the older ones are whole."""
 
-    def __init__(self, path: object, needed_bytes: int, reason: str) -> None:
+    def __init__(self, path: object, needed_bytes: int, reason: str, *, has_begun: bool = True) -> None:
         self.needed_bytes = needed_bytes
+        older = "The checkpoints before it are whole. " if has_begun else ""  # else nobody has looked for any
         if needed_bytes:  # else not even a directory could be made, and room is not what is missing
             needed = f"; {format_bytes(needed_bytes)} were to be written"
             cure = (
@@ -469,7 +470,7 @@ class CheckpointWriteError(CheckpointError):
             )
         else:
             needed, cure = "", "Choose a directory that can be written to."
-        super().__init__(f"{path}: {reason}{needed}. The checkpoints before it are whole. {cure}", path=path)
+        super().__init__(f"{path}: {reason}{needed}. {older}{cure}", path=path)
 
 
 class CheckpointCorruptError(CheckpointError):

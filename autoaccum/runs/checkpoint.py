@@ -251,7 +251,7 @@ class Checkpoints:
                 self._lock.release()
                 raise
         except OSError as error:
-            raise CheckpointWriteError(directory, 0, error.strerror or repr(error)) from None
+            raise CheckpointWriteError(directory, 0, error.strerror or repr(error), has_begun=False) from None
         # The count goes on where it was, for a step says nothing of time: a run that went back writes its steps again.
         self._serial = max((checkpoint.serial for checkpoint in every(directory)[0]), default=0)
 

@@ -609,7 +609,7 @@ def test_an_error_in_the_background_is_not_lost(writer: Checkpoints, monkeypatch
 
 def test_a_directory_that_cannot_be(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    with pytest.raises(errors.CheckpointWriteError, match="Not a directory|File exists"):
+    with pytest.raises(errors.CheckpointWriteError, match="(Not a directory|File exists). Choose a directory"):
         Checkpoints(tmp_path / "file" / "checkpoints")
 
 
