@@ -56,6 +56,16 @@ _texts.maxstring = _texts.maxlong = _texts.maxother = LONGEST_SHOWN
 _texts.maxlevel = 8
 
 
+def kind_of(value: object) -> str:
+    """Return the name of a value's type, with its article.
+
+    >>> kind_of(3), kind_of({})
+    ('an int', 'a dict')
+    """
+    name = type(value).__name__
+    return f"{'an' if name[:1].lower() in 'aeiou' else 'a'} {name}"
+
+
 def shown(value: object) -> str:
     """Return a value's repr for an error, cut where it is long; where it has none, its type."""
     # The error says what the user passed. That this has no text of its own must not take the error's place.

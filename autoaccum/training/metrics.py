@@ -9,6 +9,7 @@ from typing import Any, Literal
 
 import torch
 
+from autoaccum._units import kind_of
 from autoaccum.data import batches
 from autoaccum.errors import ArgumentError, AutoaccumError
 from autoaccum.loss.functions import call, call_on_batch, inputs_and_targets
@@ -266,7 +267,7 @@ def _summed(name: str, values: Any) -> tuple[torch.Tensor, int]:
         if isinstance(values, torch.Tensor):
             found = f"a {str(values.dtype).removeprefix('torch.')} tensor of shape {tuple(values.shape)}"
         else:
-            found = "nothing" if values is None else f"a {type(values).__name__}"
+            found = "nothing" if values is None else kind_of(values)
         raise ArgumentError(
             "metrics",
             name,

@@ -22,7 +22,7 @@ from pathlib import Path
 from types import MappingProxyType, ModuleType
 from typing import Any, TypeVar
 
-from autoaccum._units import shown
+from autoaccum._units import kind_of, shown
 from autoaccum.errors import ArgumentError, RecipeNotFoundError, RecipeResultError
 
 # Shown in the help and in errors, so that both say the same.
@@ -231,7 +231,7 @@ def _find(module: ModuleType, target: str, function: str) -> Callable[..., objec
         for name, value in vars(module).items()
         if inspect.isfunction(value) and value.__module__ == module.__name__ and not name.startswith("_")
     ]
-    there = f"is a {type(found).__name__}" if hasattr(module, function) else "is not there"
+    there = f"is {kind_of(found)}" if hasattr(module, function) else "is not there"
     cure = (
         f"Its functions: {', '.join(names)}.{_suggest(function, names)} Pass {target}:FUNCTION."
         if names

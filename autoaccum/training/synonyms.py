@@ -9,6 +9,7 @@ import re
 from collections.abc import Callable, Iterable
 from typing import Any, TypeVar, cast
 
+from autoaccum._units import kind_of
 from autoaccum.errors import ArgumentTypeError
 from autoaccum.planning import plans
 from autoaccum.training.frames import without_own_frames
@@ -121,7 +122,7 @@ def answering(name: str) -> Callable[[F], F]:
             if len(args) > len(positional):
                 takes_data = "data" in positional
                 cure = "Name it; inputs and targets are one argument, data=(inputs, targets)." if takes_data else ""
-                given = f"a {type(args[len(positional)]).__name__}"
+                given = kind_of(args[len(positional)])
                 accepted = f"no more than {', '.join(positional)} without a name"
                 raise ArgumentTypeError(f"argument {len(positional) + 1} of {name}", given, accepted, cure)
             model = kwargs["model"] if "model" in kwargs else next((arg for arg in args if _answer_to(arg)), None)

@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from autoaccum._units import kind_of
 from autoaccum.errors import OutputError
 from autoaccum.loss.reading import Numbers
 
@@ -265,7 +266,7 @@ def _kind_of(value: object) -> str:
         return f"a {str(value.layout).removeprefix('torch.')} tensor"
     if isinstance(value, torch.Tensor):
         return f"a {str(value.dtype).removeprefix('torch.')} tensor of shape {tuple(value.shape)}"
-    return "None" if value is None else f"a {type(value).__name__}"
+    return "None" if value is None else kind_of(value)
 
 
 def _is_both(name: str) -> OutputError:

@@ -83,6 +83,7 @@ def test_a_missing_function_is_refused_with_those_there_are(write: Callable[...,
 def test_something_that_is_no_function_is_refused(write: Callable[..., str]) -> None:
     message = refusal(write("recipe = {'model': 1, 'data': 2}\n"), RecipeNotFoundError)
     assert "it is a dict" in message
+    assert "it is an int" in refusal(write("recipe = 3\n"), RecipeNotFoundError)
     assert "define recipe()" in message
 
 
