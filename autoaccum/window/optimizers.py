@@ -33,6 +33,9 @@ def trainable_parameters(model: object, modules: Sequence[nn.Module], optimizer:
         NoTrainableParametersError: there are none, and no optimizer has anything else.
         ArgumentError: they hold no numbers.
     """
+    if isinstance(model, type):
+        cure = f"It is the class and not an instance: make one, {model.__name__}(...)."
+        raise ArgumentTypeError("model", model.__name__, "a torch.nn.Module", cure)
     if not isinstance(model, nn.Module):
         raise ArgumentTypeError("model", type(model).__name__, "a torch.nn.Module", "It comes first, the data second.")
     # By id: a loss may share parameters with the model, and an optimizer refuses one that it is given twice.

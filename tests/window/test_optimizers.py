@@ -443,3 +443,5 @@ class TestTrainableParameters:
         for model in (nn.Linear, None, lambda inputs: inputs):
             with pytest.raises(ArgumentTypeError, match=r"expected a torch\.nn\.Module"):
                 trainable_parameters(model, [])
+        with pytest.raises(ArgumentTypeError, match=r"model='Linear'.*not an instance: make one, Linear\(\.\.\.\)"):
+            trainable_parameters(nn.Linear, [])
