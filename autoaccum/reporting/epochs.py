@@ -6,13 +6,15 @@ import sys
 
 from autoaccum.events import Event, Resumed, Started, StepReport, Validated
 from autoaccum.reporting.following import Follower
-from autoaccum.reporting.lines import cut_text, metrics_text
+from autoaccum.reporting.lines import counted, cut_text, metrics_text
+from autoaccum.reporting.progress import Teller
 
 
-class EpochLines(Follower):
+class EpochLines(Follower, Teller):
     """Callback that prints a line per epoch: its loss, what was validated, samples/s, micro-batch x steps.
 
-    It writes to standard error, as the progress bar does; of several ranks the first alone.
+    It writes to standard error, as the progress bar does; of several ranks the first alone. It tells at once that a
+    signal has come, and in its last line that the run has ended before its budget.
     """
 
     def __init__(self) -> None:
@@ -46,8 +48,12 @@ class EpochLines(Follower):
 
     def _end(self, reason: str) -> None:
         # Also where an error ends it: what it has trained of the epoch is not lost on whoever reads the log.
-        if self._last is not None:
-            self._tell(self._last)
+        last = self._last
+        if last is not None:
+            self._tell(last)
+            if reason in ("interrupted", "stopped"):
+                text = f"{reason}: {counted(last.step, 'step')}, {counted(last.num_samples, 'sample')}"
+                print(text, file=sys.stderr, flush=True)
 
     def _tell(self, last: StepReport) -> None:
         """Print the line of the epoch that ends with that window, and begin the next one."""

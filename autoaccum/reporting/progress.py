@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from typing import Any
 
@@ -15,7 +15,40 @@ from autoaccum.reporting.lines import Narrator, state_text
 _FIRST = "the first window takes longer"
 
 
-class ProgressBar:
+class Teller:
+    """Base of callbacks that tell at once, on standard error, that a signal has come and what it does."""
+
+    _is_validating = False
+
+    @contextmanager
+    def validating(self) -> Iterator[None]:
+        """Know within it that what takes time is a validation."""
+        self._is_validating = True
+        try:
+            yield
+        finally:
+            self._is_validating = False
+
+    def ending(self, *, may_repeat: bool) -> None:
+        """Tell that a signal has come.
+
+        Args:
+            may_repeat: whether a second one would stop at once.
+        """
+        text = f"ends after this {'validation' if self._is_validating else 'window'}"
+        text += "; Ctrl-C again to stop now" if may_repeat else ""
+        # A handler runs in the midst of whatever the process was doing: of a write to the same stream too, which
+        # cannot be entered twice.
+        with suppress(RuntimeError):
+            tqdm.write(text, file=sys.stderr)
+
+
+def teller_of(callbacks: Iterable[object]) -> Teller | None:
+    """Return the callback that tells of signals, if one does."""
+    return next((callback for callback in callbacks if isinstance(callback, Teller)), None)
+
+
+class ProgressBar(Teller):
     """Callback that shows loss, samples/s, micro-batch x accumulation steps, and memory used / limit.
 
     It writes to standard error.
@@ -24,7 +57,7 @@ class ProgressBar:
     def __init__(self) -> None:
         self._bar: tqdm[Any] | None = None
         self._done = 0  # samples of the windows that committed
-        self._is_validating = self._is_ending = False
+        self._is_ending = False
         self._narrator = Narrator()
 
     def __call__(self, record: Record) -> None:
@@ -63,12 +96,11 @@ class ProgressBar:
     @contextmanager
     def validating(self) -> Iterator[None]:
         """Show within it that what takes time is a validation: the bar stands still meanwhile."""
-        self._is_validating = True
         self._describe("validating")
         try:
-            yield
+            with super().validating():
+                yield
         finally:
-            self._is_validating = False
             self._describe("")
 
     def _describe(self, text: str) -> None:
@@ -77,20 +109,11 @@ class ProgressBar:
             self._bar.set_description_str(text, refresh=bool(text))
 
     def ending(self, *, may_repeat: bool) -> None:
-        """Show at once that a signal has come, and what it does.
-
-        Args:
-            may_repeat: whether a second one would stop at once.
-        """
-        text = f"ends after this {'validation' if self._is_validating else 'window'}"
+        """Tell it, and show it in the bar until the end: there it stands where nothing could be written just now."""
         self._is_ending = True
-        text += "; Ctrl-C again to stop now" if may_repeat else ""
         if self._bar is not None:
             self._bar.set_description_str("ending", refresh=False)
-        # A handler runs in the midst of whatever the process was doing: of a write to the same stream too, which
-        # cannot be entered twice. Then the description is there when the bar is drawn next.
-        with suppress(RuntimeError):
-            tqdm.write(text, file=sys.stderr)
+        super().ending(may_repeat=may_repeat)
 
     def close(self) -> None:
         """Leave the bar as it is, also when the run ends in an error."""

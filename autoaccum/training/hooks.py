@@ -13,7 +13,7 @@ from typing import Any
 from autoaccum import _checks
 from autoaccum._kinds import a, anything, entries, every, whole
 from autoaccum.events import Notice
-from autoaccum.reporting.progress import ProgressBar
+from autoaccum.reporting.progress import Teller
 from autoaccum.training.options import FitArguments
 
 SAVED = every(entries({"place": whole(), "type": a(str), "state": anything}))
@@ -63,10 +63,10 @@ class Hooks:
         return [type(callback).__name__ for callback in self._ready if callback.has_to_be_everywhere]
 
     @contextmanager
-    def validating(self, bar: ProgressBar | None) -> Iterator[None]:
-        """Be in the context that each of them, and the progress bar, has for validations."""
+    def validating(self, teller: Teller | None) -> Iterator[None]:
+        """Be in the context that each of them, and what tells of signals, has for validations."""
         # One within the other, and left in the reverse order: each finds the model as it has left it.
-        with nullcontext() if bar is None else bar.validating(), ExitStack() as stack:
+        with nullcontext() if teller is None else teller.validating(), ExitStack() as stack:
             for callback in self._ready:
                 stack.enter_context(callback.validating())
             yield

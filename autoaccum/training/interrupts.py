@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from autoaccum.reporting import ProgressBar
+from autoaccum.reporting.progress import Teller
 
 CLUSTERS = [number for name in ("SIGTERM", "SIGUSR1") if (number := getattr(signal, name, None)) is not None]
 """What schedulers of clusters send some time before they kill."""
@@ -16,11 +16,11 @@ CLUSTERS = [number for name in ("SIGTERM", "SIGUSR1") if (number := getattr(sign
 
 @contextmanager
 def interrupt_calls(
-    function: Callable[[], None], bar: ProgressBar | None = None, *, clusters: bool = False
+    function: Callable[[], None], teller: Teller | None = None, *, clusters: bool = False
 ) -> Iterator[None]:
     """Call ``function``, within it, at the first Ctrl-C; a second one does what it did before: it stops at once.
 
-    Where there is a ``bar``, it says at once that the signal was heard: a window may take minutes.
+    Where there is a ``teller``, it says at once that the signal was heard: a window may take minutes.
 
     With ``clusters`` the signals that clusters send call it too, however often they come.
 
@@ -41,8 +41,8 @@ def interrupt_calls(
             is_deaf = before[number] in (None, signal.SIG_IGN)
             signal.signal(number, signal.default_int_handler if is_deaf else before[number])
         function()
-        if bar is not None:
-            bar.ending(may_repeat=number == signal.SIGINT)
+        if teller is not None:
+            teller.ending(may_repeat=number == signal.SIGINT)
 
     for number in caught:
         signal.signal(number, interrupt)

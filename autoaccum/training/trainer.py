@@ -32,8 +32,8 @@ from autoaccum.ranks.launcher import is_launched, own_device
 from autoaccum.ranks.shares import Share
 from autoaccum.ranks.summing import Compression
 from autoaccum.ranks.units import units_of
-from autoaccum.reporting import ProgressBar
 from autoaccum.reporting.following import heard, tell_failure
+from autoaccum.reporting.progress import ProgressBar, teller_of
 from autoaccum.runs.directory import RunDirectory
 from autoaccum.runs.writers import Writers
 from autoaccum.training import data_notices, frames, notices, saving, setup, together
@@ -205,6 +205,7 @@ class Trainer:
         self._shortages = None if self._run_dir is None else Shortages(self._run_dir, self._step, self.memory, rank)
         ours = [one for one in (self._bar, self._shortages) if one is not None]
         self._callbacks: list[Callback] = [*ours, *heard(checked[_checks.of_callbacks], is_first=self._is_first)]
+        self._teller = teller_of(self._callbacks)  # the bar, where there is one
         self._stop_reason: str | None = None  # set once the run is to end after its window
         self._followed = Followed(arguments.modules())
         self._wish: str | None = None  # what it will be once all ranks have heard of it
@@ -285,10 +286,9 @@ class Trainer:
                 # What was measured is true of a run that failed too, and spares the next one the same search.
                 if self._cache is not None:
                     self._cache.keep(self._tuner)
-                if self._bar is not None:
-                    self._bar.close()
-                if self._directory is not None:
-                    self._directory.close()
+                for one in (self._bar, self._directory):
+                    if one is not None:
+                        one.close()
 
     def _open_directory(self) -> None:
         """Open the run's directory, where there is one and this rank writes it, and go on from what is there."""
@@ -335,7 +335,7 @@ class Trainer:
     def _run(self) -> None:
         """Run one epoch's windows after the other, until the budget, a callback or a signal ends the run."""
         # What clusters send before they kill ends a run only where it can go on from a checkpoint.
-        with interrupt_calls(lambda: self._end("interrupted"), self._bar, clusters=self._directory is not None):
+        with interrupt_calls(lambda: self._end("interrupted"), self._teller, clusters=self._directory is not None):
             self._validate_if_due()  # which the end of an earlier process may have kept it from
             if self._goes_on and self._pace.epoch and not self._pace.windows and not self._arguments.validate_every:
                 self._validate(self._pace.epoch - 1)
@@ -492,7 +492,7 @@ class Trainer:
         if self._validator is None or was_broken_off or self._validations.step == self.step:
             return
         save = partial(self._save, is_last=True) if self._group is None else None
-        with self._validations.at(self.step, save), self._hooks.validating(self._bar):
+        with self._validations.at(self.step, save), self._hooks.validating(self._teller):
             loss = self._validated(self._validator, epoch)
         self._validations.add(loss)
         self._agree()

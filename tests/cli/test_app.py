@@ -141,20 +141,24 @@ def test_an_error_of_ours_and_development_mode_keep_our_frames(
 
 
 @in_turn
-def test_ctrl_c_ends_the_run_after_the_window_with_the_summary(tiny: Callable[..., str]) -> None:
+@pytest.mark.parametrize("progress", [(), ("--no-progress",)])
+def test_ctrl_c_ends_the_run_after_the_window_with_the_summary(
+    progress: tuple[str, ...], tiny: Callable[..., str]
+) -> None:
     recipe = tiny(
         "'effective_batch': 8, 'steps': 10**6, 'callbacks': [tell],",
         top="from autoaccum import StepReport\n\ndef tell(record):\n"
         "    if isinstance(record, StepReport) and record.step == 3:\n        print('now', flush=True)\n",
     )
-    command = [sys.executable, "-m", "autoaccum", "fit", recipe, "--device", "cpu", "--run-dir", "none"]
+    command = [sys.executable, "-m", "autoaccum", "fit", recipe, "--device", "cpu", "--run-dir", "none", *progress]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as child:
         assert child.stdout is not None
         assert child.stdout.readline() == "now\n"
         child.send_signal(signal.SIGINT)
         _, err = child.communicate(timeout=600)
     assert child.returncode == 130
-    assert "interrupted: " in err
+    assert "ends after this window; Ctrl-C again to stop now" in err
+    assert "\ninterrupted: " in err
     assert "Traceback" not in err
 
 
@@ -177,7 +181,8 @@ def test_a_ctrl_c_that_stops_at_once_exits_with_130_and_no_traceback(
     twice = "import signal\n\ndef stop(*_):\n    for _ in range(2):\n        signal.raise_signal(signal.SIGINT)\n"
     recipe = tiny("'loss_fn': stop," if where == "loss" else "'loss_fn': stop(),", top=twice)
     assert main(["fit", recipe, "--effective-batch", "8", *QUIET]) == 130
-    assert capsys.readouterr().err == ""
+    told = capsys.readouterr().err
+    assert told == ("ends after this window; Ctrl-C again to stop now\n" if where == "loss" else "")
 
 
 def test_a_recipe_serves_from_its_folder_under_any_working_directory(

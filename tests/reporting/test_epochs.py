@@ -43,6 +43,20 @@ def test_a_second_run_begins_anew(capsys: pytest.CaptureFixture[str]) -> None:
     assert second.startswith("epoch 0: loss 1.0000, ")
 
 
+def test_that_a_signal_ends_it_is_told_at_once_and_in_the_last_line(capsys: pytest.CaptureFixture[str]) -> None:
+    tell = EpochLines()
+    tell(report(1))
+    tell.ending(may_repeat=True)
+    assert capsys.readouterr().err == "ends after this window; Ctrl-C again to stop now\n"
+    with tell.validating():
+        tell.ending(may_repeat=False)
+    assert capsys.readouterr().err == "ends after this validation\n"
+    tell(Finished(step=1, reason="interrupted"))
+    line, end = capsys.readouterr().err.splitlines()
+    assert line.startswith("epoch 0: loss ")
+    assert end == f"interrupted: 1 step, {report(1).num_samples} samples"
+
+
 def test_a_run_that_has_trained_nothing_has_no_line(capsys: pytest.CaptureFixture[str]) -> None:
     tell = EpochLines()
     tell(started())
