@@ -6,7 +6,7 @@ import sys
 
 from autoaccum.events import Event, Resumed, Started, StepReport, Validated
 from autoaccum.reporting.following import Follower
-from autoaccum.reporting.lines import counted, cut_text, metrics_text
+from autoaccum.reporting.lines import counted, cut_text, line, metrics_text
 from autoaccum.reporting.progress import Teller
 
 
@@ -35,6 +35,7 @@ class EpochLines(Follower, Teller):
         # Nothing says that an epoch is over: it is when another one has begun, and was validated by then.
         if self._last is not None and report.epoch != self._last.epoch:
             self._tell(self._last)
+        self._tell_made_up()
         self._last = report
         self._loss += report.loss * report.effective_batch
         self._samples += report.effective_batch
@@ -54,6 +55,13 @@ class EpochLines(Follower, Teller):
             if reason in ("interrupted", "stopped"):
                 text = f"{reason}: {counted(last.step, 'step')}, {counted(last.num_samples, 'sample')}"
                 print(text, file=sys.stderr, flush=True)
+        self._tell_made_up()
+
+    def _tell_made_up(self) -> None:
+        """Print the line of a validation that the end of an earlier process has kept the run from."""
+        if self._last is None and self._validated is not None:
+            print(line(self._validated), file=sys.stderr, flush=True)
+            self._validated = None
 
     def _tell(self, last: StepReport) -> None:
         """Print the line of the epoch that ends with that window, and begin the next one."""

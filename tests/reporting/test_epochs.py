@@ -57,6 +57,20 @@ def test_that_a_signal_ends_it_is_told_at_once_and_in_the_last_line(capsys: pyte
     assert end == f"interrupted: 1 step, {report(1).num_samples} samples"
 
 
+def test_a_validation_that_is_made_up_for_has_a_line_of_its_own(capsys: pytest.CaptureFixture[str]) -> None:
+    tell = EpochLines()
+    tell(started())
+    tell(validated(3, 0.25, accuracy=0.75))
+    tell(Finished(step=3, reason="budget"))
+    line = "epoch 0: validation loss 0.2500, accuracy 0.75\n"
+    assert capsys.readouterr().err == line
+    for record in (started(), validated(3, 0.25, accuracy=0.75), report(4, epoch=1)):
+        tell(record)
+    assert capsys.readouterr().err == line, "it is none of the epoch that begins"
+    tell(Finished(step=4, reason="budget"))
+    assert "validation" not in capsys.readouterr().err
+
+
 def test_a_run_that_has_trained_nothing_has_no_line(capsys: pytest.CaptureFixture[str]) -> None:
     tell = EpochLines()
     tell(started())
