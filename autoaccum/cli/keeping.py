@@ -95,12 +95,15 @@ def keeping(recipe: str, arguments: Mapping[str, Any], *, json: bool) -> Iterato
     kept = _kept(run_dir, is_new=is_new)
     try:
         yield kept
-    except BaseException:
-        # Of a directory that was named the user knows, and the error is all there is to say.
+    except BaseException as error:
         if made is not None and speaks():
             _remove_if_useless(made, base if is_first_there else None)
             if made.is_dir():
                 _say(kept)
+        # Of a directory that was named the user knows, and an error is all there is to say; but not what a second
+        # Ctrl-C has left of the run.
+        elif isinstance(error, KeyboardInterrupt) and run_dir is not None and _has_checkpoint(Path(run_dir)):
+            _say(kept)
         raise
     if not json:
         _say(kept)
@@ -183,12 +186,16 @@ def _remove_if_useless(path: Path, base: Path | None) -> None:
     from autoaccum.runs.directory import OURS
 
     # What a callback of the user's has put there is no less worth than a checkpoint.
-    has_checkpoint = any((path / "checkpoints").glob("step-*"))
-    if not has_checkpoint and {entry.name for entry in path.iterdir()} <= set(OURS):
+    if not _has_checkpoint(path) and {entry.name for entry in path.iterdir()} <= set(OURS):
         shutil.rmtree(path, ignore_errors=True)
         if base is not None:
             with suppress(OSError):  # another run has one there by now
                 base.rmdir()
+
+
+def _has_checkpoint(path: Path) -> bool:
+    """Return whether a run can go on from what is in its directory."""
+    return any((path / "checkpoints").glob("step-*"))
 
 
 def _say(kept: Kept) -> None:

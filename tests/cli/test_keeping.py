@@ -123,6 +123,26 @@ def test_a_run_that_fails_later_is_kept_and_says_so(
     assert [path.name for path in (place / "checkpoints").glob("step-*")] == ["step-00000001"]
 
 
+@pytest.mark.parametrize("is_named", [True, False])
+def test_a_second_ctrl_c_in_a_validation_says_where_the_run_is_kept(
+    is_named: bool, tiny: Callable[..., str], capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    top = (
+        "import signal\nfrom torch import nn\n\nclass Net(nn.Linear):\n    def forward(self, x):\n"
+        "        for _ in range(0 if self.training else 2):\n            signal.raise_signal(signal.SIGINT)\n"
+        "        return super().forward(x)\n"
+    )
+    validated = "'validation_data': (torch.randn(4, 4), torch.randn(4, 1)),"
+    recipe = tiny(f"'effective_batch': 24, 'model': Net(4, 1), {validated}", top=top)
+    place = tmp_path / "own"
+    assert main(["fit", recipe, *PLAIN, *(["--run-dir", str(place)] if is_named else [])]) == 130
+    (place,) = [place] if is_named else runs()
+    err = capsys.readouterr().err
+    assert "ends after this validation; Ctrl-C again to stop now\n" in err
+    assert f"\nkept in {place}, to go on: autoaccum fit {recipe} " in err
+    assert [path.name for path in (place / "checkpoints").glob("step-*")] == ["step-00000001"]
+
+
 def test_where_nothing_can_be_written_the_way_out_is_told(
     tiny: Callable[..., str],
     capsys: pytest.CaptureFixture[str],
