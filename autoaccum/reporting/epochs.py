@@ -6,7 +6,7 @@ import sys
 
 from autoaccum.events import Event, Resumed, Started, StepReport, Validated
 from autoaccum.reporting.following import Follower
-from autoaccum.reporting.lines import counted, cut_text, line, metrics_text
+from autoaccum.reporting.lines import counted, cut_text, end_text, line, metrics_text
 from autoaccum.reporting.progress import Teller
 
 
@@ -30,6 +30,7 @@ class EpochLines(Follower, Teller):
 
     def _begin(self, started: Started | None, resumed: Resumed | None) -> None:
         self._forget()
+        self.stopped_by = ""
 
     def _window(self, report: StepReport) -> None:
         # Nothing says that an epoch is over: it is when another one has begun, and was validated by then.
@@ -53,8 +54,8 @@ class EpochLines(Follower, Teller):
         if last is not None:
             self._tell(last)
             if reason in ("interrupted", "stopped"):
-                text = f"{reason}: {counted(last.step, 'step')}, {counted(last.num_samples, 'sample')}"
-                print(text, file=sys.stderr, flush=True)
+                came_to = f"{counted(last.step, 'step')}, {counted(last.num_samples, 'sample')}"
+                print(f"{end_text(reason, self.stopped_by)}: {came_to}", file=sys.stderr, flush=True)
         self._tell_made_up()
 
     def _tell_made_up(self) -> None:

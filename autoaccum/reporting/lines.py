@@ -69,6 +69,8 @@ class Narrator:
         self._replays = 0
         self._resumed: Resumed | None = None
         self._started = 0.0
+        self.stopped_by = ""
+        """The callback that has ended the run, where it is known."""
 
     def __call__(self, record: Record) -> str | None:
         """Return the line, which for the end of a run is several; None for a window, and what is not worth one."""
@@ -118,12 +120,22 @@ class Narrator:
         if self._validated is not None and self._validated.metrics:
             validated += f", {metrics_text(self._validated.metrics)}"
         return (
-            f"{'done' if finished.reason == 'budget' else finished.reason}: {counted(finished.step, 'step')}, "
+            f"{end_text(finished.reason, self.stopped_by)}: {counted(finished.step, 'step')}, "
             f"{samples} samples{',' if since else ''} {took}\n"
             f"loss {self._first.loss:.4f} -> {self.last.loss:.4f}{since}{outputs}{validated}\n"
             f"micro-batches {cut_text(self._plan or self._full.micro_batches)}, {counted(self._replays, 'replay')}, "
             f"peak {format_bytes(self._peak_bytes)} of {format_bytes(self.last.limit_bytes)}"
         )
+
+
+def end_text(reason: str, stopped_by: str) -> str:
+    """Return how a run has ended.
+
+    >>> end_text("budget", ""), end_text("stopped", "EarlyStopping")
+    ('done', 'stopped by EarlyStopping')
+    """
+    by = f" by {stopped_by}" if reason == "stopped" and stopped_by else ""  # a signal may have come first
+    return "done" if reason == "budget" else f"{reason}{by}"
 
 
 def line(event: Event) -> str | None:

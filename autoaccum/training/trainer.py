@@ -33,7 +33,7 @@ from autoaccum.ranks.shares import Share
 from autoaccum.ranks.summing import Compression
 from autoaccum.ranks.units import units_of
 from autoaccum.reporting.following import heard, tell_failure
-from autoaccum.reporting.progress import ProgressBar, teller_of
+from autoaccum.reporting.progress import ProgressBar, tell_stop, teller_of
 from autoaccum.runs.directory import RunDirectory
 from autoaccum.runs.writers import Writers
 from autoaccum.training import data_notices, frames, notices, saving, setup, together
@@ -566,6 +566,7 @@ class Trainer:
                 told = (record, self) if id(callback) in self._hooks.takes_trainer else (record,)
                 callback(*told)
             except StopTraining:
+                tell_stop(self._teller, callback)
                 self._end("stopped")
 
     def _emit_shares(self) -> None:

@@ -13,6 +13,7 @@ import tqdm
 from torch.nn.functional import cross_entropy
 
 import autoaccum
+from autoaccum.callbacks import EarlyStopping
 from autoaccum.events import (
     Finished,
     Notice,
@@ -26,7 +27,7 @@ from autoaccum.events import (
     Validated,
 )
 from autoaccum.memory.clock import ManualClock
-from autoaccum.reporting import ProgressBar
+from autoaccum.reporting import EpochLines, ProgressBar
 from autoaccum.reporting.lines import cut_text
 from tests.models import classes, mlp
 from tests.reporting.synthetic import GIB, planned, report, started
@@ -269,6 +270,23 @@ def test_of_a_run(progress: bool, capsys: pytest.CaptureFixture[str]) -> None:
     assert text[3].startswith("done: 3 steps, 20 samples in ")
     assert text[4].startswith(f"loss {result.history[0].loss:.4f} -> {result.history[-1].loss:.4f}; validation ")
     assert text[5].startswith("micro-batches 2-3 x 3, 0 replays, peak ")
+
+
+@pytest.mark.parametrize("progress", [True, False])
+def test_the_end_names_the_callback_that_has_stopped_it(progress: bool, capsys: pytest.CaptureFixture[str]) -> None:
+    def enough(record: Any) -> None:
+        if getattr(record, "step", 0) == 3:
+            raise autoaccum.StopTraining
+
+    stopping: list[tuple[Any, str]] = [(EarlyStopping(1), "EarlyStopping"), (enough, "enough")]
+    lines_of_epochs = EpochLines()
+    for callback, name in stopping:
+        autoaccum.fit(
+            mlp(), classes(8), effective_batch=8, micro_batch=8, epochs=20, loss_fn=cross_entropy, device="cpu",
+            validation_data=classes(5), verify=False, cache=False, optimizer=lambda p: torch.optim.SGD(p, lr=0.0),
+            callbacks=[callback] if progress else [callback, lines_of_epochs], progress=progress,
+        )  # fmt: skip
+        assert f"stopped by {name}: 3 steps, 24 samples" in capsys.readouterr().err
 
 
 def test_a_ramp_is_told_in_few_lines(shown: Any) -> None:
