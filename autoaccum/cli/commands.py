@@ -13,7 +13,7 @@ from cyclopts import App, Parameter
 
 from autoaccum._units import format_bytes
 from autoaccum.cli import options
-from autoaccum.cli.keeping import keeping
+from autoaccum.cli.keeping import keeping, sweep_lines
 from autoaccum.cli.literals import parameters_of
 from autoaccum.cli.options import Json, Recipe, Settings
 from autoaccum.cli.printing import (
@@ -189,6 +189,7 @@ def _sweep(
     """Run trials, as many as the study lacks, and print what they have come to."""
     from autoaccum._checks import positive_int
     from autoaccum.ranks.group import speaks
+    from autoaccum.sweeps.claims import directory_of
     from autoaccum.sweeps.studies import best_trials, totals
     from autoaccum.sweeps.sweep import sweep
 
@@ -214,7 +215,10 @@ def _sweep(
         best = [trial.number for trial in best_trials(study)]
         print_json({"study": study.study_name, **found, "best": best, "trials": trials_of})
     elif speaks():
-        print("\n".join(study_lines(best_trials(study), found)))
+        print("\n".join(study_lines(best_trials(study), found)), flush=True)
+        is_finished, name = found["finished"] >= trials, study.study_name
+        place = given.get("directory") or directory_of(name)
+        print(*sweep_lines(place, given.get("storage"), name, is_finished=is_finished), sep="\n", file=sys.stderr)
     # Trials that do not fit are pruned, so the study has ended well; but nothing was learnt from it.
     if found["finished"] and found["not_fitting"] == found["finished"]:
         print(f"error: none of {counted(found['finished'], 'trial')} fits: see their not_fitting", file=sys.stderr)

@@ -125,8 +125,6 @@ def _command(words: Sequence[str], run_dir: str) -> str:
     >>> _command(["fit", "a.py", "--resume", "false", "--run_dir=b", "--lr", "1"], "runs/my run")
     "autoaccum fit a.py --lr 1 --run-dir 'runs/my run'"
     """
-    from autoaccum.ranks.launcher import is_launched
-
     found: list[str] = []
     skip = False
     for word in words:
@@ -135,9 +133,33 @@ def _command(words: Sequence[str], run_dir: str) -> str:
         if not skip and option.split("=")[0] not in ("--run-dir", "--resume"):
             found.append(word)
         skip = not skip and option in ("--run-dir", "--resume")
+    return _started_as([*found, "--run-dir", run_dir])
+
+
+def _started_as(words: Sequence[str]) -> str:
+    """Return a command line of the program as it was started."""
+    from autoaccum.ranks.launcher import is_launched
+
     # How many processes there were, and where they met, only the user knows.
-    start = "torchrun ... -m autoaccum" if is_launched() else "autoaccum"
-    return f"{start} {shlex.join([*found, '--run-dir', run_dir])}"
+    return f"{'torchrun ... -m autoaccum' if is_launched() else 'autoaccum'} {shlex.join(words)}"
+
+
+def sweep_lines(directory: str | os.PathLike[str], storage: str | None, study: str, *, is_finished: bool) -> list[str]:
+    """Return what is said at the end of a sweep: where it is kept, what goes on with it and what draws it.
+
+    Args:
+        directory: of its trials.
+        storage: as it was passed; None for the file in the directory.
+        study: its name.
+        is_finished: whether it has as many trials as were asked for.
+    """
+    place = os.fspath(directory)
+    goes_on = "to go on with more --trials" if is_finished else "the same command goes on"
+    drawn = ["autoaccum", "report", *([place] if storage is None else [storage, "--study", study])]
+    return [
+        f"kept in {place}{'' if storage is None else f' and {storage}'}, {goes_on}: {_started_as(typed.get())}",
+        f"to look at it: {shlex.join(drawn)}",
+    ]
 
 
 def _made(base: Path, name: str) -> Path:

@@ -11,6 +11,7 @@ import gc
 import hashlib
 import json
 import math
+import multiprocessing
 import os
 import shutil
 import warnings
@@ -33,6 +34,7 @@ from autoaccum.errors import (
 )
 from autoaccum.events import Finished, OutOfMemory, Record, Resumed, StepReport, Validated
 from autoaccum.memory.oom import is_out_of_memory
+from autoaccum.reporting.progress import Teller
 from autoaccum.sweeps.claims import SEED
 from autoaccum.sweeps.crew import Crew, EndedElsewhere, Order
 from autoaccum.sweeps.draw import cause_of, chosen_by, set_seed
@@ -184,10 +186,11 @@ class Interrupted(Exception):
     """A signal has ended a trial after a window."""
 
 
-class _Reporter:
+class _Reporter(Teller):
     """Callback of ``fit`` that tells the study how a trial goes, by the samples it has seen.
 
-    It ends the run when it is not worth going on, and when nobody wants it any more.
+    It ends the run when it is not worth going on, and when nobody wants it any more; and it tells at once that a signal
+    has come, in the process that a user has started.
     """
 
     def __init__(
@@ -202,6 +205,11 @@ class _Reporter:
         self._seen = 0  # samples so far
         # Why it has stopped the run: the pruner or a loss that is not finite; or the sweep's first process is gone.
         self.is_pruned = self.is_orphan = False
+
+    def ending(self, *, may_repeat: bool) -> None:
+        """Tell that a signal has come, once for all processes: a terminal sends it to each."""
+        if multiprocessing.parent_process() is None:
+            super().ending(may_repeat=may_repeat)
 
     def __call__(self, record: Record) -> None:
         if isinstance(record, StepReport | Resumed):

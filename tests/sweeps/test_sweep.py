@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 import shutil
 import signal
 import sqlite3
@@ -571,7 +572,28 @@ def test_the_command_exits_with_4_when_it_is_interrupted(recipe_file: str, capsy
     )
     Path("digits.py").write_text(stop + text)
     assert main(arguments(recipe_file, "--trials", "2")) == 4
-    assert "0 trials: 0 to the end" in capsys.readouterr().out
+    out, err = capsys.readouterr()
+    assert "0 trials: 0 to the end" in out
+    assert "ends after this window; Ctrl-C again to stop now\n" in err
+    command = shlex.join(["autoaccum", *arguments(recipe_file, "--trials", "2")])
+    assert f"the same command goes on: {command}\n" in err
+
+
+@pytest.mark.parametrize("storage", [(), ("--storage", "journal:trials.log")])
+def test_the_command_says_where_the_sweep_is_kept(
+    storage: tuple[str, ...], recipe_file: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    given = [*arguments(recipe_file, "--trials", "1"), *storage]
+    assert main(given) == 0
+    kept, drawn = capsys.readouterr().err.splitlines()[-2:]
+    also = " and journal:trials.log" if storage else ""
+    command = shlex.join(["autoaccum", *given])
+    assert kept == f"kept in sweeps/digits{also}, to go on with more --trials: {command}"
+    assert drawn.startswith("to look at it: autoaccum report ")
+    assert main([*shlex.split(drawn)[5:]]) == 0
+    capsys.readouterr()
+    assert main([*given, "--json"]) == 0
+    assert "kept in" not in capsys.readouterr().err
 
 
 def test_the_command_exits_with_3_when_nothing_fits(recipe_file: str, capsys: pytest.CaptureFixture[str]) -> None:
