@@ -281,7 +281,12 @@ def report(
     /,
     *,
     study: Annotated[str | None, Parameter(help="which one, of a storage with several.", show_default=False)] = None,
-    output: Annotated[str | None, Parameter(help="where to write; the (first) RUN_DIR.", show_default=False)] = None,
+    output: Annotated[
+        str | None,
+        Parameter(
+            help="where to write: a directory, or a file that ends in .html; the (first) RUN_DIR.", show_default=False
+        ),
+    ] = None,
     follow: Annotated[
         bool,
         Parameter(negative=(), help="write the page anew, and have browsers load it, until the run ends or Ctrl-C."),

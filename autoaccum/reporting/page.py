@@ -55,7 +55,10 @@ def write_report(
     output: str | os.PathLike[str] | None = None,
     reload_every: float | None = None,
 ) -> Report:
-    """Write ``report.html`` and ``report-*.png`` about the runs, to ``output`` or the first run's directory.
+    """Write ``report.html`` and ``report-*.png`` about a run, to ``output`` or its directory.
+
+    About several it is ``comparison.html``, in the first one's directory, whose own page stays. An ``output`` that ends
+    in .html is the page, and pictures are named after it.
 
     With ``reload_every`` the page alone is written, which browsers load again after so many seconds.
 
@@ -65,7 +68,7 @@ def write_report(
     """
     # Everything is read before anything is written: of a directory without a run there is no half a page.
     runs = [load_run(run_dir) for run_dir in run_dirs]
-    folder = runs[0].path if output is None else Path(output)
+    place = page_path(runs[0].path, output, "report" if len(runs) == 1 else "comparison")
     facts = tuple(facts_of(run) for run in runs)
     # Numbered, for two runs may have directories of the same name.
     labels = [f"{number}: {one.name}" for number, one in enumerate(facts, start=1)]
@@ -73,21 +76,28 @@ def write_report(
     # Drawn once for the page, where they take the colours of the reader's system, and once more for the files.
     shown = html_pictures(figures)
     body = _one(runs[0], facts[0], shown) if len(runs) == 1 else _several(runs, facts, labels, shown)
-    path, images = write_page(folder, ", ".join(one.name for one in facts), body, figures, reload_every)
+    path, images = write_page(place, ", ".join(one.name for one in facts), body, figures, reload_every)
     return Report(path=path, images=images, runs=facts)
 
 
+def page_path(folder: Path, output: str | os.PathLike[str] | None, name: str = "report") -> Path:
+    """Return the file of a page: ``output`` if that is one, else the page of that name there, or in ``folder``."""
+    if output is None:
+        return folder / f"{name}.html"
+    is_file = Path(output).suffix == ".html" and not Path(output).is_dir()
+    return Path(output) if is_file else Path(output) / f"{name}.html"
+
+
 def write_page(
-    folder: Path, title: str, body: str, figures: Mapping[str, Figure], reload_every: float | None = None
+    path: Path, title: str, body: str, figures: Mapping[str, Figure], reload_every: float | None = None
 ) -> tuple[Path, tuple[Path, ...]]:
-    """Write the page and its pictures to the folder, made where there is none; return the paths of both.
+    """Write the page, and its pictures beside it, in a folder that is made where there is none; return both paths.
 
     A page that is loaded again every so many seconds has no pictures beside it, for it will be written again.
     """
-    folder.mkdir(parents=True, exist_ok=True)
-    path = folder / "report.html"
+    path.parent.mkdir(parents=True, exist_ok=True)
     # Put in its place when it is whole, for a browser may load it meanwhile; and a link there could lead anywhere.
-    beside = folder / f".report-{os.getpid()}.html"
+    beside = path.with_name(f".{path.stem}-{os.getpid()}.html")
     try:
         # Names of files may hold any bytes.
         beside.write_text(_page(title, body, reload_every), encoding="utf-8", errors="replace")
@@ -96,7 +106,7 @@ def write_page(
         beside.unlink(missing_ok=True)
     if reload_every is not None:
         return path, ()
-    images = tuple(folder / f"report-{name}.png" for name in figures)
+    images = tuple(path.with_name(f"{path.stem}-{name}.png") for name in figures)
     for image, figure in zip(images, figures.values(), strict=True):
         png(figure, image)
     return path, images

@@ -10,7 +10,7 @@ import optuna
 
 from autoaccum.reporting.facts import Answer, format_seconds
 from autoaccum.reporting.lines import cut_text
-from autoaccum.reporting.page import html_head, html_origin, html_pictures, write_page
+from autoaccum.reporting.page import html_head, html_origin, html_pictures, page_path, write_page
 from autoaccum.reporting.tables import escaped, html_table, number_cell
 from autoaccum.sweeps.facts import StudyFacts, TrialFacts, facts_of, importances_of, runs_of, shown
 from autoaccum.sweeps.plots import pictures
@@ -39,7 +39,7 @@ def write_study_report(
         study: as far as it has come.
         directory: of the sweep, where its trials' records are; without one nothing is shown over
             seconds, and of several metrics no curves.
-        output: where to write; ``directory`` when left out.
+        output: where to write, a directory or a file that ends in .html; ``directory`` when left out.
         reload_every: seconds after which browsers load the page again; there are no pictures beside such a page.
 
     Raises:
@@ -50,7 +50,7 @@ def write_study_report(
     # Curves over seconds are read from the runs' records; the storage has only samples.
     figures = pictures(facts, runs_of(study, Path(directory)), importances)
     # The page stands beside the trials unless it is to go elsewhere.
-    folder = Path(directory if output is None else output)
+    place = page_path(Path(directory), output)
     answers = [*facts.answers, _important(facts, importances, unknown)]
     body = "\n".join(
         (
@@ -59,7 +59,7 @@ def write_study_report(
             _trials(facts),
         )
     )
-    path, images = write_page(folder, facts.name, body, figures, reload_every)
+    path, images = write_page(place, facts.name, body, figures, reload_every)
     return StudyReport(path=path, images=images, study=facts)
 
 

@@ -1444,7 +1444,10 @@ def commands(place: Path) -> Outcomes:
     yield "report", command("report", "run", "--json", page=place / "run" / "report.html")
     again = ("fit", given, "--effective-batch", "32", "--run-dir", "other", "--epochs", "2", "--clip-norm", "0.5")
     yield "another", command(*again, "--json")
-    yield "both", command("report", "run", "other", "--json", "--output", "both", page=place / "both" / "report.html")
+    yield (
+        "both",
+        command("report", "run", "other", "--json", "--output", "both", page=place / "both" / "comparison.html"),
+    )
     sweeping = ("sweep", given, "--lr", "1e-3:1e-1", "--effective-batch", "16,32", "--directory", "sweep")
     yield "sweep", command(*sweeping, "--trials", "2", "--samples", "96", "--no-progress", "--json")
     yield "sweep as text", command(*sweeping, "--trials", "2", "--samples", "96", "--no-progress")

@@ -330,7 +330,10 @@ def plain_command(command: Command, messages: Messages) -> dict[str, Any]:
         body = re.sub(r"<style>.*?</style>", "", text, flags=re.DOTALL)
         body = re.sub(r"<details><summary>Environment.*?</details>", "", body, flags=re.DOTALL)
         body = re.sub(r"<footer>.*?</footer>", "", body, flags=re.DOTALL)
-        found["pictures"] = [pictures, sorted(entry.name for entry in command.page.parent.glob("report-*.png"))]
+        found["pictures"] = [
+            pictures,
+            sorted(entry.name for entry in command.page.parent.glob(f"{command.page.stem}-*.png")),
+        ]
         messages.append({"page": [digest(body.encode()), *visible(body)]})
     return found
 

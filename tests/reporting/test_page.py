@@ -301,7 +301,7 @@ def test_runs_side_by_side(run_dir: Path, tmp_path: Path) -> None:
         ["torch", "2.13", "null"],
     ]
     assert page.tags.count("svg") == 4
-    assert (run_dir / "report-loss-seconds.png").exists()
+    assert (run_dir / "comparison-loss-seconds.png").exists()
 
 
 def test_an_optimizer_by_default_is_told_as_it_was_made(run_dir: Path) -> None:
@@ -425,7 +425,30 @@ def test_report_prints_where_the_page_is(run_dir: Path, tmp_path: Path, capsys: 
     assert main(["report", str(run_dir)]) == 0
     assert capsys.readouterr().out == f"{run_dir / 'report.html'}\n"
     assert main(["report", str(run_dir), str(run_dir), "--output", str(tmp_path / "both")]) == 0
-    assert capsys.readouterr().out == f"{tmp_path / 'both' / 'report.html'}\n"
+    assert capsys.readouterr().out == f"{tmp_path / 'both' / 'comparison.html'}\n"
+
+
+@pytest.mark.usefixtures("real_images")
+def test_several_runs_leave_the_page_of_the_first_as_it_is(
+    run_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    own = {path: path.read_bytes() for path in (write_report([run_dir]).path, *run_dir.glob("report-*.png"))}
+    assert main(["report", str(run_dir), str(run_dir)]) == 0
+    assert capsys.readouterr().out == f"{run_dir / 'comparison.html'}\n"
+    assert {path: path.read_bytes() for path in own} == own
+    assert "<h1>2 runs</h1>" in (run_dir / "comparison.html").read_text()
+    assert (run_dir / "comparison-loss.png").exists()
+
+
+@pytest.mark.usefixtures("real_images")
+def test_an_output_that_ends_in_html_is_the_page(run_dir: Path, tmp_path: Path) -> None:
+    made = write_report([run_dir], tmp_path / "new" / "x.html")
+    assert made.path == tmp_path / "new" / "x.html"
+    assert made.path.is_file()
+    assert {image.parent for image in made.images} == {tmp_path / "new"}
+    assert {image.name for image in made.images} >= {"x-loss.png"}
+    (tmp_path / "y.html").mkdir()
+    assert write_report([run_dir], tmp_path / "y.html").path == tmp_path / "y.html" / "report.html"
 
 
 def test_report_json_is_one_document(run_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:

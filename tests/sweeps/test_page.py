@@ -157,6 +157,9 @@ def test_report_of_a_sweeps_directory(tmp_path: Path, capsys: pytest.CaptureFixt
     assert document["path"] == str(tmp_path / "out" / "report.html")
     assert [Path(image).name for image in document["images"]] == ["report-map.png", "report-loss.png"]
     assert document["study"]["best"] == [1, 0]
+    assert main(["report", str(tmp_path), "--output", str(tmp_path / "out" / "x.html")]) == 0
+    assert (tmp_path / "out" / "x.html").is_file()
+    capsys.readouterr()
     assert made.user_attrs.keys() == {"autoaccum"}, "it is as it was"
 
 
