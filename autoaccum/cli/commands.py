@@ -34,7 +34,7 @@ from autoaccum.errors import ArgumentError
 from autoaccum.events import Finished
 from autoaccum.planning import plans
 from autoaccum.runs.past import Past
-from autoaccum.training.recipes import opened
+from autoaccum.training.recipes import name_of, opened
 
 STUDY = "study.db"
 """What a sweep keeps in its directory, unless told otherwise."""
@@ -199,6 +199,10 @@ def _sweep(
             study = sweep(recipe, num_trials=trials, recipe_arguments=parameters_of(settings) or None, **given)
         except KeyboardInterrupt:  # not while a window was run: what it has come to is in the storage
             print("interrupted: the same command goes on", file=sys.stderr)
+            name = given.get("study_name") or name_of(recipe)
+            # Before it was made there is nothing to say of it.
+            if Path(given.get("directory") or directory_of(name)).exists() and speaks() and not json:
+                _say_sweep(name, given, is_finished=False)
             return 4
     found = totals(study)  # of all processes that have worked on it
     if speaks() and json:  # the first rank for all
@@ -216,15 +220,21 @@ def _sweep(
         print_json({"study": study.study_name, **found, "best": best, "trials": trials_of})
     elif speaks():
         print("\n".join(study_lines(best_trials(study), found)), flush=True)
-        is_finished, name = found["finished"] >= trials, study.study_name
-        place = given.get("directory") or directory_of(name)
-        print(*sweep_lines(place, given.get("storage"), name, is_finished=is_finished), sep="\n", file=sys.stderr)
+        _say_sweep(study.study_name, given, is_finished=found["finished"] >= trials)
     # Trials that do not fit are pruned, so the study has ended well; but nothing was learnt from it.
     if found["finished"] and found["not_fitting"] == found["finished"]:
         print(f"error: none of {counted(found['finished'], 'trial')} fits: see their not_fitting", file=sys.stderr)
         return 3
     # With fewer than were asked for it was interrupted: the same command goes on.
     return 0 if found["finished"] >= trials else 4
+
+
+def _say_sweep(name: str, given: Mapping[str, Any], *, is_finished: bool) -> None:
+    """Print where a study of that name is kept to standard error."""
+    from autoaccum.sweeps.claims import directory_of
+
+    place = given.get("directory") or directory_of(name)
+    print(*sweep_lines(place, given.get("storage"), name, is_finished=is_finished), sep="\n", file=sys.stderr)
 
 
 def _plan(*, json: Json = False, **given: Any) -> None:

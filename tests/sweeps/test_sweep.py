@@ -579,6 +579,18 @@ def test_the_command_exits_with_4_when_it_is_interrupted(recipe_file: str, capsy
     assert f"the same command goes on: {command}\n" in err
 
 
+def test_a_ctrl_c_between_trials_ends_the_command_at_once_and_says_where(
+    recipe_file: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    Path("digits.py").write_text(f"calls = []\n{RECIPE}".replace(
+        "    generator =", "    calls.append(1)\n    if len(calls) > 2:\n        raise KeyboardInterrupt\n    generator ="
+    ))  # fmt: skip
+    assert main(arguments(recipe_file, "--trials", "2")) == 4
+    told, kept, _ = capsys.readouterr().err.splitlines()[-3:]
+    assert told == "interrupted: the same command goes on"
+    assert kept.startswith("kept in sweeps/digits, the same command goes on: autoaccum sweep digits.py ")
+
+
 @pytest.mark.parametrize("storage", [(), ("--storage", "journal:trials.log")])
 def test_the_command_says_where_the_sweep_is_kept(
     storage: tuple[str, ...], recipe_file: str, capsys: pytest.CaptureFixture[str]
