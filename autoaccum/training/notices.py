@@ -31,11 +31,11 @@ def other_steps(taken: int, foreseen: int | None) -> Notice:
     )
 
 
-def already_finished(path: Path | None, step: int, *, is_bounded: bool) -> Notice:
-    """Say that a run that is started again has had its budget, and can have no larger one where that is bounded."""
+def already_finished(path: Path | None, step: int, lr_scheduler: object) -> Notice:
+    """Say that a run that is started again has had its budget, and can have no larger one where it has a scheduler."""
     anew = "another run_dir to begin anew"
     cure = f"Allow a larger budget to go on, or choose {anew}"
-    if is_bounded:
+    if lr_scheduler is not None:
         cure = f"Its lr_scheduler was made for so many steps and has ended: choose {anew}"
     return Notice(
         cause=f"The run in {path} is finished: it has taken its {step} steps",

@@ -377,8 +377,7 @@ class Trainer:
             self._end("budget")
         self._agree()  # on that, or on what a callback wished when it heard of the start
         if is_finished:
-            bounded = self._arguments.lr_scheduler is not None
-            self._step.announcer.say(notices.already_finished(self._run_dir, self.step, is_bounded=bounded))
+            self._step.announcer.say(notices.already_finished(self._run_dir, self.step, self._arguments.lr_scheduler))
             return False
         # The kernel left no error to learn from: the mark of the window is all there is of it.
         if self._directory is not None and (died := self._directory.window_mark.died_of_memory) is not None:

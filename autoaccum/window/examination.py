@@ -39,6 +39,9 @@ class Examination(Protocol):
 class Examiner(Protocol):
     """What compares windows that are cut with whole ones: see ``verification.examiner``."""
 
+    is_checked: bool
+    """Whether a first window had a finite loss."""
+
     def begin_attempt(
         self, number: int, announce: Callable[[Notice], None], way: object, spare_bytes: int | None
     ) -> None:

@@ -9,9 +9,9 @@ from autoaccum.training.notices import NOISE_OF_SORTED, already_finished, no_noi
 
 def test_each_says_its_numbers_and_what_to_do() -> None:
     assert str(other_steps(7, 9)).startswith("The run took 7 steps instead of the 9 that were foreseen. ")
-    finished = str(already_finished(Path("runs/a"), 12, is_bounded=False))
+    finished = str(already_finished(Path("runs/a"), 12, None))
     assert finished.endswith(" Allow a larger budget to go on, or choose another run_dir to begin anew.")
-    bounded = str(already_finished(Path("runs/a"), 12, is_bounded=True))
+    bounded = str(already_finished(Path("runs/a"), 12, object()))
     assert bounded.endswith(
         " Its lr_scheduler was made for so many steps and has ended: choose another run_dir to begin anew."
     )
