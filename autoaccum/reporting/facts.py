@@ -380,6 +380,8 @@ def _speed(run: Run) -> Answer:
         text += f" Windows that were replayed took {replayed / total:.1%} of the time."
     if validating := float(run.events["Validated"]["seconds"].sum()):
         text += f" Validation took {format_seconds(validating)} besides."
+    if measuring := float(run.events["Verified"]["seconds"].sum()):  # whole and cut windows, run beside training
+        text += f" To measure that gradients are exact took {format_seconds(measuring)}."
     return Answer(question=question, text=text, good=None)
 
 

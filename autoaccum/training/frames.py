@@ -28,7 +28,7 @@ def without_own_frames(function: F) -> F:
     def call(*args: Any, **kwargs: Any) -> Any:
         try:
             return function(*args, **kwargs)
-        except Exception as error:
+        except (Exception, KeyboardInterrupt) as error:
             if leave_out_own(error):
                 del args, kwargs  # as others hold nothing any more
             raise
@@ -36,8 +36,8 @@ def without_own_frames(function: F) -> F:
     return cast(F, call)
 
 
-def leave_out_own(error: Exception) -> bool:
-    """Leave the frames of this package out of an error of the user's; return whether that was done."""
+def leave_out_own(error: BaseException) -> bool:
+    """Leave the frames of this package out of an error of the user's, or a Ctrl-C; return whether that was done."""
     # A class of the user's may let nothing be set on its errors.
     with suppress(Exception):
         if not sys.flags.dev_mode and _is_of_user(error):
@@ -46,9 +46,9 @@ def leave_out_own(error: Exception) -> bool:
     return False
 
 
-def _is_of_user(error: Exception) -> bool:
+def _is_of_user(error: BaseException) -> bool:
     """Return whether it is known that no code of this package has failed."""
-    if isinstance(error, AutoaccumError):
+    if isinstance(error, AutoaccumError | KeyboardInterrupt):
         return True
     from autoaccum.window.raised import is_told  # not sooner: to plan and to help takes no torch
 
@@ -56,7 +56,7 @@ def _is_of_user(error: Exception) -> bool:
     return is_told(error) or not roots <= _OF_NO_USER
 
 
-def _leave_out(error: Exception) -> None:
+def _leave_out(error: BaseException) -> None:
     """Cut frames of this package out of a traceback, and drop what their functions hold; causes are left alone."""
     kept: TracebackType | None = None
     # New links, for others may hold those that there are: a debugger, or whoever writes the error down.

@@ -158,3 +158,13 @@ def test_in_development_mode_they_stay() -> None:
     assert all("ValueError: mine" in text for text in told.values())
     assert "step.py" not in told[()]
     assert "step.py" in told["-X", "dev"]
+
+
+def test_of_a_second_ctrl_c_none_of_ours_is_left() -> None:
+    def pressed(outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt) as caught:
+        autoaccum.fit(nn.Linear(4, 3), DATA, **{**OPTIONS, "loss_fn": pressed})
+    assert own_frames(caught.value) == []
+    assert functions(caught.value)[-1] == "pressed"
