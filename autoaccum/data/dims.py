@@ -252,7 +252,10 @@ def hint_of(batch: Any) -> str:
 
 def may_be_time_first(batch: Any) -> bool:
     """Return whether tensors that were cut in dim 0 have another dim in common, in which their samples may lie."""
-    # Of labels (samples,) nothing would be left to agree with: a batch with some is ragged, and refused as that.
+    # Labels (samples,) that agree with the others in dim 0 say that samples lie there; those that do not make a batch
+    # ragged, and it is refused as that.
     shapes = [tuple(leaf.shape) for leaf in batches.flatten(batch)[0] if isinstance(leaf, torch.Tensor) and leaf.ndim]
-    wide = [shape for shape in shapes if len(shape) > 1]
-    return any(len(shape) > 2 for shape in wide) and len({shape[1] for shape in wide}) == 1
+    if any(len(shape) == 1 for shape in shapes):
+        return False
+    extents = {shape[1] for shape in shapes}
+    return any(len(shape) > 2 for shape in shapes) and len(extents) == 1 and extents != {1}

@@ -125,6 +125,8 @@ class TestHints:
         assert may_be_time_first((ones(5, 4, 3), ones(5, 4)))
         assert not may_be_time_first((ones(5, 4, 3), ones(5, 2)))
         assert not may_be_time_first((ones(5, 4), ones(5, 4)))
+        assert not may_be_time_first((ones(5, 3, 8, 8), ones(5))), "labels say where samples lie"
+        assert not may_be_time_first((ones(5, 1, 8, 8), ones(5, 1)))
 
 
 class TestTensorsAsData:
