@@ -20,6 +20,7 @@ from typing import NamedTuple
 import torch
 
 from autoaccum.loss.conclusions import kind_of_term, stands_for_none
+from autoaccum.loss.counting import refuse_unknown
 from autoaccum.loss.graph import only_parameters
 from autoaccum.loss.hypotheses import OVER_ITEMS, TermKind
 from autoaccum.loss.reading import Numbers
@@ -151,6 +152,7 @@ class Terms:
         """
         # Without names there is one loss, whose terms have their places in its graph for names.
         losses = list((computed.terms or {"": computed.loss}).items())
+        refuse_unknown(counted, computed.terms)
         self._sizes.append(num_samples)
         weights: list[tuple[Edge, Count | None]] = []
         seeds: list[Count | None] = []
