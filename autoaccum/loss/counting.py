@@ -35,17 +35,6 @@ def count_each(num_items: CountItems, batch: Any) -> dict[str, Count]:
     return counted if isinstance(counted, dict) else {}
 
 
-def refuse_unknown(counted: Mapping[str, Count], terms: Mapping[str, torch.Tensor]) -> None:
-    """Refuse counts of none of the losses that were returned: some may be absent, where there is nothing of them.
-
-    Raises:
-        ArgumentError: they are all of other names.
-    """
-    if counted and terms and counted.keys().isdisjoint(terms):
-        names = ", ".join(map(repr, terms))
-        raise ArgumentError("num_items", list(counted), f"names of the losses that were returned, {names}")
-
-
 def _counted(argument: str, counted: Any) -> Count:
     if isinstance(counted, torch.Tensor) and counted.numel() == 1 and counted.device.type != "cpu":
         # Not read here, and so not checked: reading would wait for the device in every micro-batch.

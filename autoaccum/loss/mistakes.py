@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from autoaccum.errors import NonScalarLossError
+from autoaccum.errors import ArgumentError, NonScalarLossError
 
 _NO_NUMBER = (
     "No gradient comes from a number: return the loss as the tensor that it is, without .item(), float() or .numpy()."
@@ -87,6 +87,16 @@ def in_outputs(outputs: Any, found: str) -> NonScalarLossError:
         found,
         "Pass loss_fn or training_step; Hugging Face models compute a loss when the batch has labels.",
     )
+
+
+def refuse_unknown(counted: Mapping[str, Any], terms: Mapping[str, torch.Tensor]) -> None:
+    """Refuse counts of none of the losses that were returned: some may be absent, where there is nothing of them.
+
+    Raises:
+        ArgumentError: they are all of other names.
+    """
+    if counted and terms and counted.keys().isdisjoint(terms):
+        raise ArgumentError("num_items", list(counted), f"names of the losses that were returned, {_names(terms)}")
 
 
 def entries_of(returned: Any) -> dict[str, Any]:

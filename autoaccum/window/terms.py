@@ -20,9 +20,9 @@ from typing import NamedTuple
 import torch
 
 from autoaccum.loss.conclusions import kind_of_term, stands_for_none
-from autoaccum.loss.counting import refuse_unknown
 from autoaccum.loss.graph import only_parameters
 from autoaccum.loss.hypotheses import OVER_ITEMS, TermKind
+from autoaccum.loss.mistakes import refuse_unknown
 from autoaccum.loss.reading import Numbers
 from autoaccum.loss.reductions import read, without_graph
 from autoaccum.loss.stated import Computed

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from autoaccum.errors import ArgumentError, ArgumentTypeError
-from autoaccum.loss.counting import count_each, count_items, refuse_unknown
+from autoaccum.loss.counting import count_each, count_items
 
 BATCH = torch.tensor([1, -100, 3])
 
@@ -40,14 +40,3 @@ def test_a_count_that_is_none_is_named() -> None:
         count_items({"a": labelled, "b": lambda batch: -1}, BATCH)
     with pytest.raises(ArgumentTypeError, match=r"^num_items\(micro-batch\)='many'"):
         count_items(lambda batch: "many", BATCH)
-
-
-def test_counts_of_none_of_the_losses_are_refused() -> None:
-    losses = {"words": torch.ones(()), "text": torch.ones(())}
-    refuse_unknown({"words": 2.0, "boxes": 1.0}, losses)  # of boxes there are none in this micro-batch
-    refuse_unknown({}, losses)
-    refuse_unknown({"word": 2.0}, {})
-    with pytest.raises(
-        ArgumentError, match=r"num_items=\['word'\].*names of the losses that were returned, 'words', 'text'"
-    ):
-        refuse_unknown({"word": 2.0}, losses)

@@ -10,8 +10,9 @@ import pytest
 import torch
 from torch import nn
 
-from autoaccum.errors import LossError, NonScalarLossError
+from autoaccum.errors import ArgumentError, LossError, NonScalarLossError
 from autoaccum.loss.functions import loss_function
+from autoaccum.loss.mistakes import refuse_unknown
 
 weight = nn.Parameter(torch.ones(()))
 
@@ -84,3 +85,14 @@ def test_a_validation_adds_what_it_adds() -> None:
 def test_a_model_is_told_where_its_loss_may_be(returned: Any, cure: str) -> None:
     with pytest.raises(LossError, match=cure):
         loss_function(None, None)(lambda *batch: returned, (1, 2))
+
+
+def test_counts_of_none_of_the_losses_are_refused() -> None:
+    losses = {"words": torch.ones(()), "text": torch.ones(())}
+    refuse_unknown({"words": 2.0, "boxes": 1.0}, losses)  # of boxes there are none in this micro-batch
+    refuse_unknown({}, losses)
+    refuse_unknown({"word": 2.0}, {})
+    with pytest.raises(
+        ArgumentError, match=r"num_items=\['word'\].*names of the losses that were returned, 'words', 'text'"
+    ):
+        refuse_unknown({"word": 2.0}, losses)
