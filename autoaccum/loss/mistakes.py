@@ -60,8 +60,8 @@ def among_others(source: str, returned: Any) -> NonScalarLossError:
             cure += " If all losses are to be added, let none of them be named 'loss'."
         return NonScalarLossError(source, found, cure)
     cure = "Losses that are added are scalars with a gradient. Beside them goes what is to be seen: "
-    # One of a tuple may be meant all the same: a part of the model is frozen, say.
-    is_added = isinstance(returned, tuple) and odd is None and all(_is_scalar(entry) for entry in entries.values())
+    # One may be meant all the same: a part of the model is frozen, say.
+    is_added = not isinstance(returned, list) and odd is None and all(map(_is_scalar, entries.values()))
     also = " To add it although no gradient comes from it, return a list." if is_added else ""
     return NonScalarLossError(source, found, f"{cure}{_written(returned, losses, others)}.{also}")
 

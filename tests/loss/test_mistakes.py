@@ -34,6 +34,8 @@ def outputs() -> torch.Tensor:
         ),
         ({"loss": loss(), "ce": loss()}, r"If all losses are to be added, let none of them be named 'loss'\.$"),
         ({"ce": loss(), "mse": loss(), "x": outputs()}, r"return ce \+ mse, \{\"x\": \.\.\.\}\.$"),
+        ({"ce": loss(), "acc": torch.tensor(0.7)}, r"return ce, \{\"acc\": \.\.\.\}\. To add it .* return a list\.$"),
+        ({"ce": loss(), "acc": 0.7}, r"return ce, \{\"acc\": \.\.\.\}\. To add it .* return a list\.$"),
         ((loss(), outputs()), r"return loss, \{\"output_1\": \.\.\.\}\.$"),
         ((outputs(), loss()), r"whose '0' is a tensor of shape \(4, 3\).*return output_1, \{\"loss\": \.\.\.\}\.$"),
         ((loss(), None), r"whose '1' is a value of type NoneType.*return loss, \{\"output_1\": \.\.\.\}\.$"),
@@ -63,6 +65,8 @@ def test_each_is_told_what_to_return(returned: Any, cure: str) -> None:
 def test_nothing_to_compute_a_loss_of_is_no_mistake() -> None:
     for nothing in (0, 0.0, torch.zeros(())):
         computed: Any = loss_function(None, lambda model, batch, nothing=nothing: (loss(), nothing))(None, None)
+        assert computed.loss == 2
+        computed = loss_function(None, lambda model, batch, nothing=nothing: {"a": loss(), "b": nothing})(None, None)
         assert computed.loss == 2
 
 
