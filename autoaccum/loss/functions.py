@@ -247,8 +247,8 @@ def _losses(computed: Any, source: str) -> Computed:
     for term in losses.values():
         if not isinstance(term, torch.Tensor) or term.ndim:
             raise mistakes.among_others(source, computed)
-    # A tuple is what Python makes of ``return loss, accuracy``, and in a dict an accuracy may stand beside losses. Where
-    # nothing is added there is nothing wrong: a micro-batch has no samples for a term.
+    # A tuple is what Python makes of ``return loss, accuracy``, and in a dict an accuracy may stand beside losses.
+    # Where nothing is added there is nothing wrong: a micro-batch has no samples for a term.
     is_seen = isinstance(computed, tuple | Mapping) and torch.is_grad_enabled()
     found = sum(map(mistakes.is_loss, terms.values())) if is_seen else 0
     if 0 < found < len(terms) and any(map(float, (t for t in terms.values() if not mistakes.is_loss(t)))):
