@@ -515,8 +515,9 @@ class TestWhatCannotBeWritten:
             place.write_text("")
             place = place / "below" if where == "below a file" else place
         for _ in range(2):  # the second time too, for nothing holds it
-            with pytest.raises(CheckpointWriteError, match=r"there.*[^B]\. The .*Choose a directory that can be"):
+            with pytest.raises(CheckpointWriteError, match=r"there.*[^B]\. .*Choose a directory that can be") as raised:
                 fit(place)
+            assert ("The checkpoints before it are whole" in str(raised.value)) == (where == "history")
 
 
 class TestRecorded:
