@@ -334,7 +334,8 @@ class TestLimitThatNobodyElseKeeps:
                     torch.zeros(3 << 20)  # a workspace of 12 MiB
                 return super().forward(inputs)
 
-        with simulated_memory("1GiB"):
+        told = pytest.warns(autoaccum.AutoaccumWarning, match=r"Window 1 took 12\.10 MiB where the limit is 8\.00 MiB")
+        with simulated_memory("1GiB"), told:
             result = autoaccum.fit(
                 Jump(8, 3),
                 classes(2048),
