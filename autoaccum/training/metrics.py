@@ -145,12 +145,10 @@ class Metrics:
             ArgumentError: a function returned values of padding.
         """
         found = [self._numbers(triple) for triple in parts]
-        for name in self._functions if found else ():
+        for name, (together, long, short) in found[0].items() if found else ():
             # Other functions have other numbers for reasons of their own: of what a model has found, say, or of masks
             # that are drawn.
-            numbers = [one[name] for one in found]
-            together, long, short = numbers[0]
-            if all(short < long and together == 2 * long and long > count for together, long, short in numbers):
+            if all(few < many and both == 2 * many > 2 * count for both, many, few in (one[name] for one in found)):
                 raise ArgumentError(
                     "metrics",
                     name,

@@ -131,7 +131,7 @@ class Plans:
 
     def tell_over(self, peak_bytes: int) -> None:
         """Say once that a window has clearly passed the limit, which nobody else keeps; a trial may do so, too."""
-        if peak_bytes > CLEARLY_OVER * self._limit.bytes:
+        if not self._limit.is_enforced and peak_bytes > CLEARLY_OVER * self._limit.bytes:
             self._announcer.say_once(notices.over_limit(self._number() + 1, peak_bytes, self._limit.bytes))
 
     def settled(self, num_samples: int, lengths: Lengths = None) -> None:

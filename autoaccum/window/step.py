@@ -258,10 +258,10 @@ class Step:
             if seconds is not None and is_weighed and not pieces.replays:
                 self.plans.timed(seconds, window)
         peak_bytes = meter.end_window(is_searching=tuner.search.is_on, target_bytes=tuner.limits.target_bytes)
-        if peak_bytes is not None and tuner.search.is_on and not self.limit.is_enforced:
-            self.plans.tell_over(peak_bytes)  # trials keep the limit, as far as they are foretold
-        elif peak_bytes is not None and outcome.own:
-            if self.limit.is_enforced:  # the device refuses what passes it
+        if peak_bytes is not None and outcome.own:
+            if tuner.search.is_on:  # trials keep the limit, as far as they are foretold
+                self.plans.tell_over(peak_bytes)
+            elif self.limit.is_enforced:  # the device refuses what passes it
                 tuner.ran_within(outcome.own, lengths, peak_bytes)
             else:
                 self.plans.keep_limit(outcome.own, lengths, peak_bytes)

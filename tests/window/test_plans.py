@@ -116,7 +116,10 @@ def test_a_window_that_has_clearly_passed_the_limit_is_told_once() -> None:
     step = made_of(events)
     step.plans._limit = SimpleNamespace(bytes=1000, is_enforced=False)
     step.plans.tell_over(1050)
+    step.plans._limit.is_enforced = True
+    step.plans.tell_over(2000)
     assert events == []
+    step.plans._limit.is_enforced = False
     with pytest.warns(UserWarning, match="Window 1 took 1.03 KiB where the limit is 1000 B"):
         step.plans.tell_over(1051)
     step.plans.tell_over(2000)

@@ -113,6 +113,17 @@ def test_a_gradient_of_ones_own_is_stepped_on(clear: Callable[[Any], None]) -> N
         assert not any(map(torch.equal, model.parameters(), before))
 
 
+def test_where_the_numbers_that_were_kept_are_0_a_gradient_of_ones_own_is_not_refused() -> None:
+    model, optimizer = made()
+    accumulator = accumulator_of(model, optimizer)
+    inputs, targets = BATCHES[0]
+    accumulator.step((torch.zeros_like(inputs), targets))
+    accumulator._step.strays._some = {id(model.weight): torch.zeros(12)}
+    optimizer.zero_grad(set_to_none=False)
+    (0 * model.weight.sum() + model.bias.square().sum()).backward()
+    optimizer.step()
+
+
 def test_after_backward_the_step_is_the_callers() -> None:
     model, optimizer = made()
     accumulator, other = accumulator_of(model, optimizer), accumulator_of(model, optimizer)
