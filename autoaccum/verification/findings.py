@@ -12,7 +12,7 @@ Part = tuple[int, ...]
 Cut = tuple[Part, ...]
 """The parts that the whole is cut into."""
 Cause = Literal["padding", "batch norm", "state", "hooks", "broadcast", "mixing"]
-"""What may be to blame where a measurement fails; all but the last can be switched off."""
+"""What may be to blame where a measurement fails; all but the last two can be switched off."""
 
 
 @dataclass(kw_only=True)
