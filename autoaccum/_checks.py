@@ -152,8 +152,8 @@ class Positional(NamedTuple):
     """How many of them have no default."""
     most: float
     """How many there are; infinite where it takes any number."""
-    second: str
-    """The name of the second one; empty where there is none."""
+    names: tuple[str, ...]
+    """What they are called."""
 
 
 def positional(value: object) -> Positional | None:
@@ -166,7 +166,7 @@ def positional(value: object) -> Positional | None:
     named = [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
     is_endless = any(p.kind is p.VAR_POSITIONAL for p in parameters)
     required = sum(p.default is p.empty for p in named)
-    return Positional(required, math.inf if is_endless else len(named), named[1].name if len(named) > 1 else "")
+    return Positional(required, math.inf if is_endless else len(named), tuple(p.name for p in named))
 
 
 def no_class(argument: str, value: object, accepted: str) -> None:
@@ -347,7 +347,7 @@ def takes_trainer(callback: object) -> bool:
     """Return whether a callback is called with the record and the trainer: it needs two, or names the second so."""
     # A default may stand second for the callback's own use, as in ``lambda record, seen=[]: ...``.
     takes = positional(callback)
-    return takes is not None and (takes.required >= 2 or takes.second == "trainer")
+    return takes is not None and (takes.required >= 2 or takes.names[1:2] == ("trainer",))
 
 
 def of_callbacks(callbacks: object) -> list[Any]:

@@ -61,7 +61,7 @@ def window_loss_of(
         _checks.no_class("loss_fn", loss_fn, "a function")
         takes = _checks.positional(loss_fn)
         # A second one that has a default and another name is an option of the loss's own, such as a temperature.
-        takes_batch = takes is None or takes.required >= 2 or takes.most == math.inf or takes.second == "batch"
+        takes_batch = takes is None or takes.required >= 2 or takes.most == math.inf or takes.names[1:2] == ("batch",)
         parameters = ("embeddings", "batch") if takes_batch else ("embeddings",)
         _checks.function("loss_fn", loss_fn, parameters, "the mean loss of the window")
         return WindowLoss(embed=embed, loss_fn=loss_fn, takes_batch=takes_batch)

@@ -216,6 +216,18 @@ def _is_order(drawn: torch.Tensor) -> bool:
 class Constants(Draws):  # type: ignore[no-untyped-call]
     """A mode in which a draw is the same for each sample: nothing is dropped, noise has one value."""
 
+    def __init__(self, *, keeps_wide: bool, keeps_order: bool = False) -> None:
+        """Set up.
+
+        Args:
+            keeps_wide: see ``Draws``.
+            keeps_order: whether what is put in an order that is drawn stays in its own.
+        """
+        super().__init__(keeps_wide=keeps_wide)
+        self._keeps_order = keeps_order
+        self.has_orders = False
+        """Whether an order was drawn."""
+
     def draw(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], returned: Any) -> Any:
         """Return a constant in place of a draw.
 
@@ -229,6 +241,9 @@ class Constants(Draws):  # type: ignore[no-untyped-call]
             return args[0].clone(), torch.ones_like(args[0], dtype=torch.bool)
         if name not in _CONSTANTS:
             raise UnsettledError(str(func))
+        self.has_orders = self.has_orders or name == "randperm"
+        if name == "randperm" and self._keeps_order:
+            return returned.sort().values
         return returned.copy_(_CONSTANTS[name](given, returned))
 
 
@@ -263,13 +278,26 @@ def _likeliest(given: dict[str, Any], returned: torch.Tensor) -> torch.Tensor:
     return order[..., : returned.shape[-1]]
 
 
+def _unlike_shares(given: dict[str, Any], _: torch.Tensor) -> torch.Tensor:
+    # Not their mean: halves of two samples would be the same two of each other.
+    weights: torch.Tensor = given["self"] * torch.arange(1, given["self"].shape[-1] + 1, device=given["self"].device)
+    return weights / weights.sum(-1, keepdim=True)
+
+
 _CONSTANTS: dict[str, Callable[[dict[str, Any], torch.Tensor], torch.Tensor]] = {
+    "_sample_dirichlet": _unlike_shares,
+    "_standard_gamma": lambda given, _: given["self"],
     "bernoulli": _probability,
     "bernoulli_": _probability,
+    "binomial": lambda given, _: (given["count"] * given["prob"]).round(),
+    "cauchy_": lambda given, _: torch.tensor(given.get("median", 0.0) + given.get("sigma", 1.0) / 2),
     "exponential_": lambda given, _: torch.tensor(1 / given["lambd"]),
+    "geometric_": lambda given, _: torch.tensor(1 / given["p"]).round(),
+    "log_normal_": lambda given, _: torch.tensor(given.get("mean", 1.0) + given.get("std", 2.0) / 2).exp(),
     "multinomial": _likeliest,
     "normal": _off_the_mean,
     "normal_": _off_the_mean,
+    "poisson": lambda given, _: given["self"].round(),
     "rand": _middle,
     "rand_like": _middle,
     "randint": _least,

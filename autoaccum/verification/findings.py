@@ -11,7 +11,7 @@ Part = tuple[int, ...]
 """Samples of the whole, by their index in it."""
 Cut = tuple[Part, ...]
 """The parts that the whole is cut into."""
-Cause = Literal["padding", "batch norm", "state", "hooks", "broadcast", "mixing"]
+Cause = Literal["padding", "batch norm", "state", "hooks", "pairing", "broadcast", "mixing"]
 """What may be to blame where a measurement fails; all but the last two can be switched off."""
 
 

@@ -152,11 +152,6 @@ def nudge(batch: Any) -> Any:
     return batch
 
 
-def as_it_is(batch: Any) -> Any:
-    """Return a batch that is neither nudged nor widened."""
-    return batch
-
-
 @contextmanager
 def widened(parameters: Iterable[torch.Tensor], modules: Iterable[torch.nn.Module]) -> Iterator[None]:
     """Have parameters and the tensors of modules, those of 32 bits that are plain, in 64 bits within it."""

@@ -16,8 +16,6 @@ import torch
 from torch.autograd.graph import saved_tensors_hooks
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from autoaccum.data import batches
-from autoaccum.data.randomness import collated_otherwise, preserved_randomness
 from autoaccum.loss.conclusions import finite
 from autoaccum.loss.counting import count_items
 from autoaccum.loss.graph import graph_alone
@@ -37,8 +35,8 @@ from autoaccum.verification.comparison import (
 )
 from autoaccum.verification.draws import Constants, Recording, Replaying, drawing_nothing
 from autoaccum.verification.findings import Cut, Outcome, Part
-from autoaccum.verification.floors import as_it_is, floor_of, full_precision, nudge, nudged, widen, widened
-from autoaccum.verification.samples import are_equal, cuts_of, without_padding
+from autoaccum.verification.floors import floor_of, full_precision, nudge, nudged, widen, widened
+from autoaccum.verification.samples import Parts, cuts_of
 from autoaccum.window.before import SharedStretch, SharedWindow, Stretch, sharing_of
 from autoaccum.window.gradient import Gradient, Repeat
 from autoaccum.window.job import Job
@@ -122,15 +120,13 @@ class Measurement:
         self.is_rounded = False
         """Whether parameters have 16 bits."""
         self._draws: Recording | Constants | None = None
-        self._collated: Any = None  # a batch of all samples, where parts are to be rows of it
-        self._window = window
-        self._chosen = list(chosen)
+        self.parts = Parts(job, window, chosen)
+        """What makes batches of them."""
         self._written = list(written)
         self._rewind = rewind
         self._like = like
         self._drops_gradients = drops_gradients
         self._forward_only, self._tells = forward_only, tells
-        self._converted = as_it_is
         # Not compiled, and not in 16 bits: there right and wrong cannot be told apart.
         self.job = replace(job, model=getattr(job.model, "_orig_mod", job.model), precision="fp32")
         self.names: list[str] = []
@@ -177,42 +173,11 @@ class Measurement:
 
     def make(self, part: Part) -> Any:
         """Return some of the samples as a batch, as the window makes it of them alone, on the device."""
-        return self._converted(self._made(part))
-
-    def _made(self, part: Part) -> Any:
-        positions = [self._chosen[index] for index in part]
-        batch = self._window.samples(positions)
-        if self._collated is None:
-            return batches.to_device(batch, self.job.device, copy=True)
-        with preserved_randomness(), collated_otherwise():
-            again = self._window.samples(positions)
-        return without_padding(self.rows(self._collated, part), batch, again)
-
-    def rows(self, collated: Any, part: Part) -> Any:
-        """Return the rows of some samples of a batch of all of them, on the device."""
-        # The user's own where there is one; else it is read off the batch, whose samples are known by their number.
-        split = (self.job.split or batches.Rows()).known(collated, self.num_samples)
-        taken = [split(collated, index, 1) for index in part]
-        return batches.to_device(split.join(taken), self.job.device, copy=True)
+        return self.parts.make(part)
 
     def collates_anew(self) -> bool:
-        """Return whether the same samples make another batch each time, as where a collate_fn draws masks.
-
-        From then on parts are rows of one batch, padded as they are alone where that can be told.
-        """
-        if self._collated is not None:
-            return False
-        whole = tuple(range(self.num_samples))
-        first = self.make(whole)
-        # Some draws are alike by chance, as lengths to cut samples to that are above those of all.
-        for way in range(1, 4):
-            with collated_otherwise(way):
-                collated = self.make(whole)
-            self._put_back()
-            if not are_equal(first, collated):
-                self._collated = collated
-                return True
-        return False
+        """Return whether the same samples make another batch each time; from then on parts are rows of one batch."""
+        return self.parts.collates_anew(self._put_back)
 
     def run_whole(self) -> None:
         """Run the samples whole, and keep what they draw and their gradient.
@@ -265,9 +230,18 @@ class Measurement:
         """Return whether something is drawn."""
         return isinstance(self._draws, Recording) and bool(self._draws.draws)
 
-    def with_constants(self) -> None:
-        """Run the samples whole once more, with constants in place of draws; they stand for those of the cuts too."""
-        self._draws = Constants(keeps_wide=not self.is_rounded)
+    @property
+    def draws_orders(self) -> bool:
+        """Return whether orders are drawn for which constants stand, as where samples are paired with others."""
+        return isinstance(self._draws, Constants) and self._draws.has_orders
+
+    def with_constants(self, *, keeps_order: bool = False) -> None:
+        """Run the samples whole once more, with constants in place of draws; they stand for those of the cuts too.
+
+        Args:
+            keeps_order: whether what is put in an order that is drawn stays in its own.
+        """
+        self._draws = Constants(keeps_wide=not self.is_rounded, keeps_order=keeps_order)
         self._whole()
 
     def run(
@@ -379,12 +353,10 @@ class Measurement:
         """Compute in 64 bits within it, the whole as well."""
         kept = self._draws, self._loss, self._wanted
         try:
-            with widened(self.parameters, self.job.modules):
-                self._converted = widen
+            with widened(self.parameters, self.job.modules), self.parts.converting(widen):
                 self._record()
                 yield
         finally:
-            self._converted = as_it_is
             self._draws, self._loss, self._wanted = kept
             self._put_back()
 
@@ -399,12 +371,8 @@ class Measurement:
     @contextmanager
     def _nudged(self) -> Iterator[None]:
         """Turn the last bit of each number of the parameters, and of the batches that are made within it."""
-        with nudged(self.parameters):
-            self._converted = nudge
-            try:
-                yield
-            finally:
-                self._converted = as_it_is
+        with nudged(self.parameters), self.parts.converting(nudge):
+            yield
         self._put_back()  # which a run may have done in the midst of this, with some parameters
 
     def _loss_of(self, part: Part, draws: AbstractContextManager[Any], *, reads: bool = False) -> float:
@@ -459,8 +427,8 @@ class Measurement:
         if sharing is None:
             return Stretch(cut, make)
         # Micro-batches of a window that has been run have what was computed of all of it.
-        is_run = isinstance(self._window, SharedWindow)
-        return SharedStretch(sharing, cut, make, (self._window, self._chosen) if is_run else None)
+        window, chosen = self.parts.window, self.parts.chosen
+        return SharedStretch(sharing, cut, make, (window, chosen) if isinstance(window, SharedWindow) else None)
 
     def _drawing_alike(self) -> AbstractContextManager[Any]:
         """Make the context of what is done before a window: what is drawn for it has no rows to give to its parts."""

@@ -251,6 +251,13 @@ _CAUSES: dict[Cause, Notice] = {
         "depends on how windows are cut",
         cure="Remove them, and pass clip_norm= or change gradients in the optimizer, which sees the window's",
     ),
+    "pairing": Notice(
+        cause="Samples are paired with others of their batch in an order that is drawn (torch.randperm), as by MixUp",
+        consequence="They meet those of their micro-batch only, instead of all in the window, and themselves where a "
+        "micro-batch is one sample",
+        cure="Draw the order and mix samples in before_window=, which is given all of the window; or pass micro_batch= "
+        "the whole window if it fits",
+    ),
     "mixing": Notice(
         cause="The collate_fn mixes the samples of a batch, as MixUp and CutMix do",
         consequence="It is given a micro-batch instead of the window, so that samples are mixed with others than in "

@@ -1,17 +1,21 @@
-"""Chooses the samples that a run is measured on: few, and far apart by what tells samples apart."""
+"""Chooses the samples that a run is measured on, few and far apart, cuts them, and makes batches of parts of them."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
 import torch
 
 from autoaccum.data import batches
+from autoaccum.data.randomness import collated_otherwise, preserved_randomness
 from autoaccum.memory.oom import RanOut, attempt
+from autoaccum.verification.findings import Part
 from autoaccum.verification.leaves import numbers_of
+from autoaccum.window.job import Job
 from autoaccum.window.state import same
 
 MOST = 6
@@ -177,6 +181,77 @@ def _parts(order: Sequence[int], sizes: Sequence[int]) -> tuple[tuple[int, ...],
         parts.append(tuple(order[start : start + size]))
         start += size
     return tuple(parts)
+
+
+class Parts:
+    """Batches of some samples of a window, each sample known by its place among them."""
+
+    def __init__(self, job: Job, window: Any, chosen: Sequence[int]) -> None:
+        """Set up.
+
+        Args:
+            job: what the run computes.
+            window: the samples are its.
+            chosen: their positions in it.
+        """
+        self.window = window
+        """What the samples are of."""
+        self.chosen = list(chosen)
+        """Their positions in it."""
+        self._job = job
+        self._convert: Callable[[Any], Any] = lambda batch: batch
+        self._collated: Any = None  # a batch of all samples, where parts are to be rows of it
+
+    def make(self, part: Part) -> Any:
+        """Return some of the samples as a batch, as the window makes it of them alone, on the device."""
+        return self._convert(self._made(part))
+
+    @contextmanager
+    def converting(self, convert: Callable[[Any], Any]) -> Iterator[None]:
+        """Compute within it with what some function makes of each batch, such as one in 64 bits."""
+        before, self._convert = self._convert, convert
+        try:
+            yield
+        finally:
+            self._convert = before
+
+    def _made(self, part: Part) -> Any:
+        positions = [self.chosen[index] for index in part]
+        batch = self.window.samples(positions)
+        if self._collated is None:
+            return batches.to_device(batch, self._job.device, copy=True)
+        with preserved_randomness(), collated_otherwise():
+            again = self.window.samples(positions)
+        return without_padding(self.rows(self._collated, part), batch, again)
+
+    def rows(self, collated: Any, part: Part) -> Any:
+        """Return the rows of some samples of a batch of all of them, on the device."""
+        # The user's own where there is one; else it is read off the batch, whose samples are known by their number.
+        split = (self._job.split or batches.Rows()).known(collated, len(self.chosen))
+        taken = [split(collated, index, 1) for index in part]
+        return batches.to_device(split.join(taken), self._job.device, copy=True)
+
+    def collates_anew(self, put_back: Callable[[], None]) -> bool:
+        """Return whether the same samples make another batch each time, as where a collate_fn draws masks.
+
+        From then on parts are rows of one batch, padded as they are alone where that can be told.
+
+        Args:
+            put_back: puts the state back between two batches.
+        """
+        if self._collated is not None:
+            return False
+        whole = tuple(range(len(self.chosen)))
+        first = self.make(whole)
+        # Some draws are alike by chance, as lengths to cut samples to that are above those of all.
+        for way in range(1, 4):
+            with collated_otherwise(way):
+                collated = self.make(whole)
+            put_back()
+            if not are_equal(first, collated):
+                self._collated = collated
+                return True
+        return False
 
 
 def are_equal(batch: Any, other: Any) -> bool:

@@ -60,7 +60,10 @@ def _passes_without(
     whole = tuple(range(measurement.num_samples))
     with _batch_norms_off(measurement, "batch norm" in causes), _hooks_off(measurement, "hooks" in causes):
         try:
-            measurement.run_whole()
+            if "pairing" in causes:
+                measurement.with_constants(keeps_order=True)
+            else:
+                measurement.run_whole()
             collated = measurement.make(whole) if "padding" in causes else None
 
             errors = []
@@ -69,7 +72,7 @@ def _passes_without(
                 outcome = measurement.run(
                     cuts,
                     hypothesis,
-                    make=None if collated is None else partial(measurement.rows, collated),
+                    make=None if collated is None else partial(measurement.parts.rows, collated),
                     stop_above=measurement.tolerance,
                     around=measurement.state.restore if "state" in causes else None,
                     ones_are_none=ones_are_none,
@@ -108,7 +111,9 @@ def mixes(measurement: Measurement) -> bool:
             with collated_otherwise(way):
                 made.append(measurement.make(order))
         measurement.state.restore()
-        first, second = ([measurement.rows(batch, (index,)) for index in range(len(others) + 1)] for batch in made)
+        first, second = (
+            [measurement.parts.rows(batch, (index,)) for index in range(len(others) + 1)] for batch in made
+        )
         # One that sorts samples has the same rows at other places, and one that draws lengths pads otherwise.
         if shapes_of(first[0]) == shapes_of(second[0]) and not any(are_equal(row, second[0]) for row in first):
             return True
@@ -195,4 +200,5 @@ _SUSPECTS = (
     Suspect("batch norm", lambda m: any(layer.training for layer in batch_norms(m.job.modules))),
     Suspect("state", lambda m: True),  # which may be anywhere
     Suspect("hooks", lambda m: any(p._backward_hooks for p in m.parameters)),
+    Suspect("pairing", lambda m: m.draws_orders),
 )

@@ -22,7 +22,7 @@ from torch.nn.parameter import is_lazy
 from autoaccum import _checks
 from autoaccum.data import batches
 from autoaccum.data.base import Window
-from autoaccum.errors import ArgumentError
+from autoaccum.errors import ArgumentError, ArgumentTypeError
 from autoaccum.loss.coupling import smallest_micro_batch
 from autoaccum.loss.shared import BeforeWindow, Beside, Gives, joined, plain
 from autoaccum.loss.stated import LossOf
@@ -47,13 +47,18 @@ def before_window_of(
     """Return what is to be done before each window, as the signatures of these functions have it; None for nothing.
 
     Raises:
-        ArgumentTypeError: it is no function of one or two arguments, or a loss_fn does not take what it returns.
+        ArgumentTypeError: it is no function of a batch, or of that and in_pieces, or a loss_fn does not take what it
+            returns.
     """
     if before_window is None:
         return None
     _checks.no_class("before_window", before_window, "a function")
     names = _checks.positional(before_window)
-    takes_pieces = names is not None and (names.required == 2 or names.second == "in_pieces")
+    if names is not None and names.required == 2 and names.names[0] == "model":
+        cure = "It is not given the model, but, as a second argument, in_pieces(function), which calls function(model, "
+        accepted = "a function (batch) or (batch, in_pieces) -> what micro-batches get"
+        raise ArgumentTypeError("before_window", before_window, accepted, f"{cure}micro_batch) on the window's pieces.")
+    takes_pieces = names is not None and (names.required == 2 or names.names[1:2] == ("in_pieces",))
     parameters = ("batch", "in_pieces") if takes_pieces else ("batch",)
     cure = "It is called with all samples of a window; a second parameter is given in_pieces, which runs the model."
     _checks.function("before_window", before_window, parameters, "what micro-batches get", cure)

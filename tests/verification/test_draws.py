@@ -188,6 +188,14 @@ CONSTANTS: dict[str, tuple[Callable[[torch.Tensor], torch.Tensor], torch.Tensor]
     "randint": (lambda x: torch.randint(3, 9, (4,)), torch.full((4,), 3)),
     "randperm": (lambda x: torch.randperm(len(x)), torch.arange(6).flip(0)),
     "multinomial": (lambda x: torch.multinomial(x, 2), torch.tensor([[3, 2]] * 6)),
+    "gamma": (lambda x: torch._standard_gamma(x), X),
+    "poisson": (lambda x: torch.poisson(x + 0.25), X),
+    "binomial": (lambda x: torch.binomial(x, torch.full_like(x, 0.6)), (X * 0.6).round()),
+    "geometric": (lambda x: torch.empty(3).geometric_(0.3), torch.full((3,), 3.0)),
+    "cauchy": (lambda x: torch.empty(3).cauchy_(1.0, 4.0), torch.full((3,), 3.0)),
+    "log_normal": (lambda x: torch.empty(3).log_normal_(1.0, 4.0), torch.full((3,), 3.0).exp()),
+    # Unlike each other: of two samples that are mixed by halves the same comes as of the same two the other way round.
+    "shares": (lambda x: torch._sample_dirichlet(torch.full((2,), 0.4)), torch.tensor([1 / 3, 2 / 3])),
 }
 
 
@@ -201,8 +209,18 @@ def test_a_constant_stands_for_what_is_drawn(name: str) -> None:
 
 @pytest.mark.device
 def test_for_some_draws_there_is_none() -> None:
-    with pytest.raises(UnsettledError, match="geometric"), Constants(keeps_wide=True):
-        torch.empty(3).geometric_(0.5)
+    with pytest.raises(UnsettledError, match="rrelu"), Constants(keeps_wide=True):
+        F.rrelu(-X, training=True)
+
+
+@pytest.mark.device
+def test_an_order_that_is_drawn_may_be_kept() -> None:
+    constants = Constants(keeps_wide=True, keeps_order=True)
+    with constants:
+        torch.rand(3)
+        assert not constants.has_orders
+        assert torch.randperm(4).tolist() == [0, 1, 2, 3]
+    assert constants.has_orders
 
 
 @pytest.mark.device

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
 import torch
+from torch.nn.utils.rnn import pad_sequence
 
+from autoaccum.data.randomness import collation, preserved_randomness, seed_host
 from autoaccum.training.accumulator import _Batch
-from autoaccum.verification.samples import _FIRST, _takes_few_values, choose, cuts_of, without_padding
+from autoaccum.verification.samples import _FIRST, Parts, _takes_few_values, choose, cuts_of, without_padding
+from tests.verification.making import HERE, job_of
 
 CPU = torch.device("cpu")
 
@@ -172,3 +175,66 @@ def test_what_draws_decide_the_length_of_is_left_as_it_is() -> None:
     rows = {"ids": torch.tensor([[1, 2, 3]])}
     shorter, longer = {"ids": torch.zeros(1, 2)}, {"ids": torch.zeros(1, 3)}
     assert without_padding(rows, shorter, longer) is rows
+
+
+TEXTS = [torch.arange(1, length + 1) + 10 * length for length in (7, 2, 4, 3)]
+
+
+class Texts:
+    """Ten texts, of which four are chosen, padded to the longest of a batch, with noise or without."""
+
+    def __init__(self, collate: Callable[[list[torch.Tensor]], Any]) -> None:
+        self._collate = collate
+
+    def samples(self, positions: Sequence[int]) -> Any:
+        with preserved_randomness():
+            seed_host(collation.get())
+            return self._collate([TEXTS[position - 5] for position in positions])
+
+
+def parts_of(collate: Callable[[list[torch.Tensor]], Any]) -> Parts:
+    return Parts(job_of(), Texts(collate), [5, 6, 7, 8])
+
+
+def padded(texts: list[torch.Tensor]) -> torch.Tensor:
+    return pad_sequence(texts, batch_first=True)
+
+
+def masked(texts: list[torch.Tensor]) -> Any:
+    ids = padded(texts)
+    return ids, torch.rand(ids.shape) * (ids > 0)
+
+
+@pytest.mark.device
+def test_what_is_made_alike_each_time_is_made_by_the_window() -> None:
+    put_back: list[int] = []
+    parts = parts_of(padded)
+    assert not parts.collates_anew(lambda: put_back.append(1))
+    assert len(put_back) == 3
+    made = parts.make((3, 1))
+    assert made.device.type == HERE.type
+    assert made.tolist() == [[31, 32, 33], [21, 22, 0]], "padded to the longest of the two"
+
+
+@pytest.mark.device
+def test_parts_of_what_is_drawn_anew_are_rows_of_one_batch_padded_as_they_are_alone() -> None:
+    parts = parts_of(masked)
+    before = parts.make((0, 1, 2, 3))
+    assert parts.collates_anew(lambda: None)
+    assert not parts.collates_anew(lambda: None), "it is known"
+    ids, noise = parts.make((0, 1, 2, 3))
+    assert torch.equal(ids, before[0])
+    assert not torch.equal(noise, before[1])
+    for part in ((3, 1), (2,), (1, 2, 3)):
+        of_part, of_noise = parts.make(part)
+        longest = max(len(TEXTS[index]) for index in part)
+        assert torch.equal(of_part, ids[list(part), :longest])
+        assert torch.equal(of_noise, noise[list(part), :longest])
+
+
+@pytest.mark.device
+def test_what_is_computed_with_is_converted() -> None:
+    parts = parts_of(padded)
+    with parts.converting(lambda batch: batch.double()):
+        assert parts.make((1,)).dtype == torch.float64
+    assert parts.make((1,)).dtype == torch.int64

@@ -120,6 +120,26 @@ def test_one_that_is_to_blame(model: Any, cause: str) -> None:
     assert causes(measurement_of(plain, model()), 2 if cause == "batch norm" else 1) == [cause]
 
 
+@pytest.mark.device
+def test_samples_that_are_paired_in_an_order_that_is_drawn() -> None:
+    """Not so where what the order is used for adds up all the same, or the loss is no mean without it either."""
+
+    def mixed(model: Any, batch: Any) -> torch.Tensor:
+        inputs, targets = batch
+        weight, order = torch.distributions.Beta(0.4, 0.4).sample(), torch.randperm(len(inputs))
+        outputs = model(weight * inputs + (1 - weight) * inputs[order])
+        return weight * cross_entropy(outputs, targets) + (1 - weight) * cross_entropy(outputs, targets[order])
+
+    def turned(model: Any, batch: Any) -> torch.Tensor:
+        order = torch.randperm(len(batch[0]))
+        return cross_entropy(model(batch[0][order]), batch[1][order])
+
+    assert causes(measurement_of(mixed)) == ["pairing"]
+    assert causes(measurement_of(lambda *given: mixed(*given).square())) == []
+    with measurement_of(turned) as measurement:
+        assert decide(measurement, 1, "items").passed
+
+
 def test_two_that_are_to_blame_together() -> None:
     def both() -> nn.Module:
         model = normalised()
