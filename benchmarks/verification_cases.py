@@ -33,6 +33,10 @@ class Work:
     hooks: Callable[[nn.Module], None] | None = None
     """Registers hooks on parameters, which a copy of a model does not have."""
     num_items: Callable[[Any], Any] | None = None
+    samples: Callable[[Batch], list[Any]] | None = None
+    """(window) -> its samples, which ``collate`` makes batches of."""
+    collate: Callable[[list[Any]], Any] | None = None
+    """Makes a batch of samples, of a micro-batch as of a window; such a case is trained by fit."""
     by_update: bool = False
     """Whether parameters are moved elsewhere than in the optimizer: then updates are compared, not gradients."""
 
@@ -48,7 +52,9 @@ class Work:
         return {"loss_fn" if self.is_loss_fn else "training_step": self.function, "num_items": self.num_items}
 
     def loss(self, batch: Any) -> torch.Tensor:
-        """Return the loss of a batch, as the user's own loop computes it."""
+        """Return the loss of a window, as the user's own loop computes it."""
+        if self.samples is not None and self.collate is not None:
+            batch = self.collate(self.samples(batch))
         if self.model_returns_loss:
             return self.model(**batch)["loss"]
         if self.is_loss_fn:
@@ -73,6 +79,7 @@ class Work:
         return Work(
             model=model, data=self.data, build=self.build, state=state, is_loss_fn=self.is_loss_fn, hooks=self.hooks,
             model_returns_loss=self.model_returns_loss, num_items=self.num_items, by_update=self.by_update,
+            samples=self.samples, collate=self.collate,
         )  # fmt: skip
 
 

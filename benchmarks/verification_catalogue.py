@@ -5,7 +5,7 @@ from __future__ import annotations
 from importlib import import_module
 
 LOSSES = ("plain", "masked", "terms", "coupled", "contrastive", "forms", "vision", "policies")
-MODELS = ("norms", "state", "sequences", "layers", "random")
+MODELS = ("norms", "state", "sequences", "layers", "random", "collated")
 
 
 def load() -> None:

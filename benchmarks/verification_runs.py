@@ -244,7 +244,9 @@ def run(case: Case, plan: Plan) -> Run:
     work.model.train()
     watch = Watch(work, compares=case.draws is None)
     torch.manual_seed(7)
-    train = _by_fit if plan.by_fit else _by_accumulator
+    if work.collate is not None and plan.micro_batch is None and plan.max_micro_batch is None:
+        return result  # what memory a batch takes is not told before it is made
+    train = _by_fit if plan.by_fit or work.collate is not None else _by_accumulator
     events: list[Any] = []
     try:
         train(work, watch, plan, batches, events, result.outcomes)
@@ -336,12 +338,18 @@ def _by_fit(
     begin()
     if not state["comparable"]:
         raise _CannotCompareError
-    if isinstance(batches[0], dict):
-        data: Any = {name: torch.cat([batch[name] for batch in batches]) for name in batches[0]}
+    sizes, limits = plan.windows, {}
+    if work.samples is not None:
+        data: Any = [sample for batch in batches for sample in work.samples(batch)]
+        limits = {"collate_fn": work.collate}
+    elif isinstance(batches[0], dict):
+        data = {name: torch.cat([batch[name] for batch in batches]) for name in batches[0]}
     else:
         data = tuple(torch.cat(columns) for columns in zip(*batches, strict=True))
-    sizes = plan.windows
+    if plan.micro_batch is None:
+        limits["max_micro_batch"] = plan.max_micro_batch
     autoaccum.fit(
-        work.model, data, effective_batch=sizes[0], micro_batch=plan.micro_batch, optimizer=watch.optimizer,
-        shuffle=False, progress=False, device="cpu", callbacks=[callback], epochs=1, **work.arguments(),
+        work.model, data, effective_batch=lambda progress: sizes[min(progress.step, len(sizes) - 1)],
+        micro_batch=plan.micro_batch or "auto", optimizer=watch.optimizer, shuffle=False, progress=False, device="cpu",
+        callbacks=[callback], epochs=1, **limits, **work.arguments(),
     )  # fmt: skip
