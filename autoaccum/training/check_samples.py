@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -13,9 +13,16 @@ from torch.utils.data import DataLoader, Dataset
 from autoaccum.data import batches, foreign
 from autoaccum.data.arrays import converted
 from autoaccum.data.base import Window
+from autoaccum.data.lists import read
 from autoaccum.data.sources import open_source
 from autoaccum.data.splits import is_said, tensors
-from autoaccum.errors import ArgumentError, ArgumentTypeError, ConflictingArgumentsError, EmptyDatasetError
+from autoaccum.errors import (
+    AmbiguousBatchError,
+    ArgumentError,
+    ArgumentTypeError,
+    ConflictingArgumentsError,
+    EmptyDatasetError,
+)
 from autoaccum.loss.coupling import smallest_micro_batch
 from autoaccum.memory.oom import is_out_of_memory
 from autoaccum.training.lazy import Examples
@@ -55,9 +62,8 @@ def open_samples(
         ArgumentError: it is neither a batch nor data.
         DataError: it has no samples.
     """
-    # A list is a batch, as it is what a DataLoader yields; ``fit`` takes one for batches that follow each other.
     foreign.refuse("batch", batch)
-    if _is_batch(batch, split):
+    if _is_batch(batch, split) and not _are_samples(batch, collate_fn, split):
         if collate_fn is not None:
             cure = "A batch is collated already: leave collate_fn out, or pass the Dataset."
             raise ConflictingArgumentsError("collate_fn", collate_fn, "a batch", cure)
@@ -96,6 +102,18 @@ def _is_batch(batch: Any, split: Any) -> bool:
     except Exception as error:
         if is_out_of_memory(error):
             raise
+        return False
+
+
+def _are_samples(batch: Any, collate_fn: Callable[[list[Any]], Any] | None, split: Any) -> bool:
+    """Return whether a list is one of samples, as ``fit`` takes it, and no batch, as a DataLoader yields it."""
+    if type(batch) is not list or not batch or is_said(split):
+        return False
+    if collate_fn is not None:  # which nobody passes for what is a batch already
+        return True
+    try:
+        return all(isinstance(entry, tuple | Mapping) for entry in batch) and read(batch, "batch").are_samples
+    except AmbiguousBatchError:
         return False
 
 

@@ -9,12 +9,13 @@ import pytest
 import torch
 from torch import nn
 from torch.nn.functional import cross_entropy
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader, TensorDataset, default_collate
 
 import autoaccum
 from autoaccum import errors
 from tests.models import classes, mlp, noisy
 from tests.training.checks import DOUBLE, assert_same, check, everything
+from tests.verification.making import Log
 
 
 class TestWhatIsTaken:
@@ -37,6 +38,25 @@ class TestWhatIsTaken:
         batch = next(iter(loader))
         assert isinstance(batch, list)
         assert check(mlp(DOUBLE), batch).passed
+
+    def test_a_list_of_samples_is_data_as_fit_takes_it(self) -> None:
+        inputs, targets = classes(12, DOUBLE)
+        pairs = list(zip(inputs, targets.tolist(), strict=True))
+        named = [{"x": x, "y": y} for x, y in pairs]
+        assert check(mlp(DOUBLE), pairs).passed
+        assert check(
+            mlp(DOUBLE), named, loss_fn=None, training_step=lambda m, b: cross_entropy(m(b["x"]), b["y"])
+        ).passed
+        # Where the entries could be batches, as matrices are, a collate_fn says that they are samples.
+        texts = [(torch.randn(8, 8, dtype=DOUBLE), torch.randint(0, 3, (8,))) for _ in range(12)]
+        shapes = Log()
+
+        def step(model: Any, batch: Any) -> torch.Tensor:
+            shapes.append(tuple(batch[0].shape[1:]))
+            return cross_entropy(model(batch[0]).flatten(0, 1), batch[1].flatten())
+
+        assert check(mlp(DOUBLE), texts, loss_fn=None, training_step=step, collate_fn=default_collate).passed
+        assert set(shapes) == {(8, 8)}
 
     @pytest.mark.parametrize("num_workers", [0, 2])
     def test_data(self, num_workers: int) -> None:
