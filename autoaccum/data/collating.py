@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -27,7 +28,7 @@ def plain_collate(samples: list[Any]) -> Any:
     # It is asked first, and samples are looked at only where it has failed: it is called for each micro-batch.
     try:
         return default_collate(samples)
-    except (TypeError, RuntimeError) as error:
+    except (TypeError, RuntimeError, KeyError) as error:
         problem = _problem(samples)
         if problem is None:
             raise
@@ -71,14 +72,20 @@ def _problem(samples: Sequence[Any]) -> str | None:
     """Return what is wrong with samples that could not be collated; None where it is not known."""
     # All of the micro-batch, for one sample in a million may be None.
     parts = [dict(_parts(sample, "")) for sample in samples]
-    names = [set(part) for part in parts]
-    if any(other != names[0] for other in names):
+    for name in (name for part in parts for name, value in part.items() if value is None):
+        which = f"{name} of a sample" if name else "a sample"
+        return f"{which} is None. Let the dataset leave it out, or put a number in its place, or pass a collate_fn."
+    forms = list(dict.fromkeys(map(_form, samples)))
+    if len(forms) > 1:
+        return (
+            f"samples differ in what they hold: one is {forms[0]}, another {forms[1]}. Let the dataset yield the same "
+            f"of each, or pass a collate_fn."
+        )
+    if any(set(part) != set(parts[0]) for part in parts):
         return f"samples differ in what they hold. {_LENGTHS}"
     for name, part in parts[0].items():
         which = f"{name} of a sample" if name else "a sample"
         others: list[Any] = [other.get(name) for other in parts]
-        if any(other is None for other in others):
-            return f"{which} is None. Let the dataset leave it out, or put a number in its place, or pass a collate_fn."
         if foreign.is_table(part):
             return f"{which} is a {type(part).__name__}. Let the dataset yield part.to_numpy(), or a tensor."
         if isinstance(part, torch.Tensor | np.ndarray):
@@ -93,6 +100,30 @@ def _problem(samples: Sequence[Any]) -> str | None:
                 f"image: torchvision.transforms.ToTensor()), or pass a collate_fn."
             )
     return None
+
+
+def _form(sample: Any) -> str:
+    """Return in a few words what a sample is, whatever its parts are."""
+    if isinstance(sample, Mapping):
+        return f"a {type(sample).__name__} of {', '.join(map(repr, sample))}"
+    if isinstance(sample, tuple):
+        return f"a {type(sample).__name__} of {len(sample)}"
+    return f"a {type(sample).__name__}"
+
+
+def unlike(samples: Sequence[Any]) -> int | None:
+    """Return the place of the first sample that holds None, or is unlike most of them; None where none is.
+
+    >>> unlike([(torch.ones(2), 1), (torch.ones(2), None), (torch.ones(2), 0)])
+    1
+    """
+    parts = [_parts(sample, "") for sample in samples]
+    if nones := [place for place, part in enumerate(parts) if any(one is None for _, one in part)]:
+        return nones[0]
+    forms = [tuple((name, type(one), tuple(getattr(one, "shape", ()))) for name, one in part) for part in parts]
+    usual, count = Counter(forms).most_common(1)[0]
+    others = [place for place, form in enumerate(forms) if form != usual]
+    return others[0] if others and 2 * count > len(forms) else None
 
 
 def _parts(sample: Any, within: str) -> list[tuple[str, Any]]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import signal
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
@@ -12,10 +11,11 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch.utils.data import DataLoader, Subset, TensorDataset, default_collate, get_worker_info
+from torch.utils.data import DataLoader, Subset, TensorDataset, default_collate
 
 from autoaccum.data import batches
 from autoaccum.data.base import Collate, Item, NextPiece, PlanAt, Reader
+from autoaccum.data.collating import unlike
 from autoaccum.data.contents import digest_of
 from autoaccum.data.grouped import GroupedSamples
 from autoaccum.data.joins import are_same
@@ -25,45 +25,13 @@ from autoaccum.data.packing import pack, unpack
 from autoaccum.data.pieces import BATCHES, Pieces, SampleReader, items_form, with_preserved_randomness
 from autoaccum.data.randomness import collated_otherwise, mix, preserved_randomness
 from autoaccum.data.tensors import TensorSource
+from autoaccum.data.workers import StartWorker, iterate
+from autoaccum.errors import AutoaccumError, DataError
 from autoaccum.memory.oom import insist, is_out_of_memory
 from autoaccum.planning.cuts import near_equal
 
 Key = tuple[int, int, Any]
 """(epoch, position in the epoch, index into the dataset)"""
-
-
-def _ignore_once(number: int, frame: Any) -> None:
-    """Ignore a signal this time, and let the next one end the process.
-
-    A second one is meant for this process alone, by a DataLoader that gives its workers up.
-    """
-    signal.signal(number, signal.SIG_DFL)
-
-
-class _StartWorker:
-    """A worker_init_fn by which workers leave Ctrl-C, and what clusters send to all processes, to the main process.
-
-    That one ends the run after the window, for which it still needs its workers. It is a class and no closure, for a
-    worker that is spawned gets it pickled.
-    """
-
-    def __init__(self, worker_init_fn: Callable[[int], None] | None) -> None:
-        """Remember the user's own ``worker_init_fn``, which is called last."""
-        self._worker_init_fn = worker_init_fn
-
-    def __call__(self, worker: int) -> None:
-        signal.signal(signal.SIGINT, signal.SIG_IGN)
-        signal.signal(signal.SIGTERM, _ignore_once)
-        # Clusters announce with it that a job is about to be killed; Windows has none.
-        if hasattr(signal, "SIGUSR1"):
-            signal.signal(signal.SIGUSR1, signal.SIG_IGN)
-        info = get_worker_info()
-        if info is not None:
-            # A user's worker_init_fn expects to find the user's dataset there, and not our reader of it. The object
-            # refuses assignments.
-            object.__setattr__(info, "dataset", info.dataset.dataset)  # type: ignore[attr-defined]
-        if self._worker_init_fn is not None:
-            self._worker_init_fn(worker)
 
 
 class DatasetSource:
@@ -156,7 +124,7 @@ class DatasetSource:
             position += len(items)  # only now: when reading fails, the same items can be asked for again
             return len(items), items
 
-        collate = with_preserved_randomness(self._reader)
+        collate = with_preserved_randomness(partial(self._collate_items, order=order))
         shared: dict[str, Any] = {
             "device": self._device,
             "num_samples": len(order),
@@ -227,7 +195,7 @@ class DatasetSource:
                     position += len(wanted)
                     yield wanted
 
-        iterator = iter(self._loader(cuts(), collate or pack, self._num_workers, epoch))
+        iterator = iterate(self._loader(cuts(), collate or pack, self._num_workers, epoch))
         lost = False  # whether the next piece, ordered[0], has been asked for and will not come
 
         def next_piece(wished: int) -> tuple[int, Any]:
@@ -238,7 +206,8 @@ class DatasetSource:
                     if collate is None:
                         piece = unpack(piece)
                 except Exception as error:
-                    if not is_out_of_memory(error):
+                    # Of an error of ours a worker's text would be all that is left.
+                    if not (is_out_of_memory(error) or isinstance(error, AutoaccumError)):
                         raise
                     lost = True
                 else:
@@ -270,7 +239,7 @@ class DatasetSource:
             num_workers=num_workers,
             pin_memory=self._device.type != "cpu",
             generator=torch.Generator().manual_seed(mix(self._seed, epoch) >> 1),
-            **{**options, "worker_init_fn": _StartWorker(options.get("worker_init_fn"))},
+            **{**options, "worker_init_fn": StartWorker(options.get("worker_init_fn"))},
         )
 
     def _padding_to_group_by(self) -> Padding | None:
@@ -292,7 +261,7 @@ class DatasetSource:
         count = min(self._size, PEEK)
         spread = [(0, i, i * self._size // count) for i in range(count)]
         if self._num_workers:  # a dataset may open, at its first read, files that cannot be shared with workers
-            (gains,) = self._loader([spread], partial(_longer_make_larger, self._reader), 1, epoch=0)
+            (gains,) = iterate(self._loader([spread], partial(_longer_make_larger, self._reader), 1, epoch=0))
             return bool(gains)
         with preserved_randomness():
             return _longer_make_larger(self._reader, self._reader.__getitems__(spread))
@@ -329,7 +298,22 @@ class DatasetSource:
         return self._reader.__getitems__([(0, i, i) for i in range(min(self._size, count))])
 
     def _collated(self, items: list[Item]) -> Any:
-        return batches.to_device(self._reader(items), self._device, copy=True)
+        return batches.to_device(self._collate_items(items, range(self._size)), self._device, copy=True)
+
+    def _collate_items(self, items: list[Item], order: Any) -> Any:
+        """Collate items that were read in an order.
+
+        Raises:
+            DataError: they make no batch; it names the sample that is unlike the others.
+        """
+        try:
+            return self._reader(items)
+        except DataError as error:
+            place = unlike([sample for _, _, sample in items])
+            if place is None:
+                raise
+            (index,) = chosen(order, [items[place][1]])
+            raise DataError(f"{error} It is sample {index!r}.") from error.__cause__
 
     def form(self, num_samples: int) -> Any:
         """Return an example; None where workers read, for a first read may open what they cannot share."""

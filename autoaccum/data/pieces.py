@@ -267,6 +267,7 @@ class SampleReader:
             return items
         except Exception as error:
             if not _is_of_host(error):
+                error.add_note(f"It was raised for sample {keys[len(items)][2]!r}.")
                 raise
             key, ran_out = keys[len(items)], without_frames(error)
         # Those before it may have left too little memory for it, and then fewer of them will do. What cannot be read

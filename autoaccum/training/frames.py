@@ -52,8 +52,10 @@ def _is_of_user(error: BaseException) -> bool:
         return True
     from autoaccum.window.raised import is_told  # not sooner: to plan and to help takes no torch
 
-    roots = {_root_of(trace) for trace in _traces(error.__traceback__)}
-    return is_told(error) or not roots <= _OF_NO_USER
+    traces = list(_traces(error.__traceback__))
+    # Of an error in a worker of a DataLoader its text shows where it was raised.
+    is_of_worker = traces[-1].tb_frame.f_code.co_name == "reraise" and _root_of(traces[-1]) == "torch"
+    return is_of_worker or is_told(error) or not {*map(_root_of, traces)} <= _OF_NO_USER
 
 
 def _leave_out(error: BaseException) -> None:

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch.utils.data import default_collate
 
-from autoaccum.data.collating import collate_of, collate_without_lists, plain_collate
+from autoaccum.data.collating import collate_of, collate_without_lists, plain_collate, unlike
 from autoaccum.errors import DataError
 
 
@@ -21,13 +21,26 @@ from autoaccum.errors import DataError
         ([(torch.ones(2), object())] * 2, r"\[1\] of a sample is a builtins\.object\. .*ToTensor\(\)"),
         ([torch.ones(2), torch.ones(3)], r"a sample has the shape \(2,\) and \(3,\).*pad_sequence\(samples"),
         ([np.ones(2), np.ones(3)], r"a sample has the shape .*pad_sequence"),
-        ([{"x": [1, 2]}, {"x": [1]}], "samples differ in what they hold"),
+        ([{"x": [1, 2]}, {"x": [1]}], "samples differ in what they hold.*pad_sequence"),
+        ([(torch.ones(2), 1), None], r"a sample is None\. Let the dataset leave it out"),
+        ([(1, 2), (1,)], r"samples differ in what they hold: one is a tuple of 2, another a tuple of 1\. Let the"),
+        ([{"x": 1, "y": 2}, {"y": 3}], r"samples differ .*: one is a dict of 'x', 'y', another a dict of 'y'\."),
     ],
 )
 def test_what_is_wrong_is_named(samples: list[Any], problem: str) -> None:
     with pytest.raises(DataError, match=f"^data: {problem}") as caught:
         plain_collate(samples)
-    assert isinstance(caught.value.__cause__, TypeError | RuntimeError)
+    assert isinstance(caught.value.__cause__, TypeError | RuntimeError | KeyError)
+
+
+def test_the_one_that_is_unlike_the_others_is_found() -> None:
+    one, longer = torch.ones(2), torch.ones(3)
+    assert unlike([(one, 1), (longer, 2), (one, 3)]) == 1
+    assert unlike([None, one, one]) == 0
+    assert unlike([one, longer]) is None
+    assert unlike([(one, 1), (one, None)]) == 1
+    assert unlike([one, longer, torch.ones(4)]) is None
+    assert unlike([one, one]) is None
 
 
 def test_columns_of_tables() -> None:
