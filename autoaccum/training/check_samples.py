@@ -7,7 +7,6 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
 from autoaccum.data import batches, foreign
@@ -23,9 +22,9 @@ from autoaccum.errors import (
     ConflictingArgumentsError,
     EmptyDatasetError,
 )
-from autoaccum.loss.coupling import smallest_micro_batch
 from autoaccum.memory.oom import is_out_of_memory
 from autoaccum.training.lazy import Examples
+from autoaccum.verification.samples import MOST
 
 _READ = 128
 """Samples of a data set that those to measure are chosen from."""
@@ -117,15 +116,15 @@ def _are_samples(batch: Any, collate_fn: Callable[[list[Any]], Any] | None, spli
         return False
 
 
-def refuse_few(num_samples: int, modules: Sequence[nn.Module]) -> None:
-    """Refuse samples that are too few to be cut.
+def refuse_few(num_samples: int, smallest: int) -> None:
+    """Refuse samples that are too few to be cut into parts of at least so many.
 
     Raises:
         ArgumentError: they are.
     """
-    fewest = 2 * smallest_micro_batch(modules)
+    fewest = 2 * smallest
     if num_samples < fewest:
-        why = "they are run whole, and in parts" if fewest == 2 else "a part needs two where there is BatchNorm"
-        cure = f"Pass more of them, six at best: {why}."
+        why = "they are run whole, and in parts" if smallest == 1 else f"a part needs {smallest} where BatchNorm trains"
+        cure = f"Pass more of them, {max(MOST, 3 * smallest)} at best: {why}."
         found = f"{num_samples} sample{'s' if num_samples != 1 else ''}"
         raise ArgumentError("batch", found, f"at least {fewest} samples", cure)

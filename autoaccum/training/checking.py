@@ -46,6 +46,7 @@ from autoaccum.verification.measurement import Measurement, ZeroGradientError
 from autoaccum.verification.samples import MOST, choose, cuts_of
 from autoaccum.verification.side_effects import SideEffects
 from autoaccum.verification.verdict import measure
+from autoaccum.window.batch_norm import refuse_unseen, statistics_of
 from autoaccum.window.before import SharedStretch, before_window_of, counting, loss_alone, sharing_of
 from autoaccum.window.job import Job
 from autoaccum.window.optimizers import trainable_parameters
@@ -65,6 +66,7 @@ def check(
     num_items: CountItems | None = None,
     reduction: Reducing = None,
     before_window: Callable[..., Any] | None = None,
+    batch_norm: str = "micro",
     device: str | torch.device | None = None,
     ranks: Ranks = "together",
     collate_fn: Callable[[list[Any]], Any] | None = None,
@@ -80,9 +82,9 @@ def check(
 
     Args:
         model: the module to train.
-        batch: a batch of at least 2 samples, any pytree whose tensors have one row per sample; or a Dataset, a
-            list of samples, a DataLoader or another iterable of batches, of which some samples are read. Six of them
-            are measured, that differ as much as they can: the more kinds of sample it holds, the more is seen.
+        batch: a batch of at least 2 samples, any pytree whose tensors have one row per sample; or a Dataset, a list of
+            samples, a DataLoader or another iterable of batches, of which some samples are read. Six of them are
+            measured, that differ as much as they can: the more kinds of sample it holds, the more is seen.
         loss_fn: (outputs, targets) -> loss, a mean or a sum, for batches that are (inputs, targets); or a loss and a
             dict of what is to be seen beside it: ``return loss, {"accuracy": ...}``.
         training_step: (model, batch) -> loss, for any batch, or several that are added, in a dict or a list. With
@@ -96,6 +98,9 @@ def check(
             the window itself. (batch, in_pieces) runs the model on them too, by in_pieces(function) with
             function(model, micro_batch). A mapping is merged into micro-batches that are mappings; anything else is the
             third argument of training_step and loss_fn.
+        batch_norm: whose statistics BatchNorm normalises by in training: micro: those of a micro-batch; ghost:32: of
+            each 32 samples of the window, whatever the micro-batch; window: of all of it, in L + 1.5 times the time for
+            L layers; frozen: the running ones, which stay.
         device: where to compute, such as cpu or cuda:1; an accelerator where there is one.
         ranks: together: several processes that were started together are refused; independent: each looks for itself.
         collate_fn: makes a batch of a list of samples, where a Dataset is passed.
@@ -121,8 +126,8 @@ def check(
     """
     checked = check_arguments(
         OF_CHECK, CHECKS, model=model, batch=batch, loss_fn=loss_fn, training_step=training_step, num_items=num_items,
-        reduction=reduction, before_window=before_window, device=device, ranks=ranks, collate_fn=collate_fn,
-        split=split, batch_dim=batch_dim,
+        reduction=reduction, before_window=before_window, batch_norm=batch_norm, device=device, ranks=ranks,
+        collate_fn=collate_fn, split=split, batch_dim=batch_dim,
     )  # fmt: skip
     refuse_ranks(ranks, "check")
     started = clock.now()
@@ -131,6 +136,7 @@ def check(
     bare = getattr(model, "_orig_mod", model)  # what torch.compile wraps: it is measured eagerly
     modules = modules_of(bare, loss_fn, training_step, before_window)
     parameters = trainable_parameters(bare, modules)
+    refuse_unseen(checked[statistics_of], bare, modules)
     on = find_device(device)
     # Windows are made of what the model computes; the optimizer is there because a job has one, and never steps.
     job = Job(
@@ -141,6 +147,7 @@ def check(
         num_items=counts,
         reduction=reduction,
         before_window=checked[before_window_of],
+        batch_norm=checked[statistics_of].of_few(),
         collate_fn=collate_fn or getattr(batch, "collate_fn", None),
         split=checked[split_of],
         device=on,
@@ -160,7 +167,7 @@ def check(
         _collator_kept(job),
     ):
         window, examples = open_samples(batch, collate_fn, on, job.split)
-        refuse_few(window.num_samples, modules)
+        refuse_few(window.num_samples, smallest_micro_batch(modules, job.batch_norm))
         with room_for_model(memory, limit.bytes, parameters):
             for module in modules:
                 module.to(on)
@@ -233,7 +240,7 @@ class _Check:
         self._job = job
         self._window = window
         self._parameters = [p for module in job.modules for p in module.parameters() if p.requires_grad]
-        self._smallest = smallest_micro_batch(job.modules)
+        self._smallest = smallest_micro_batch(job.modules, job.batch_norm)
         self._sharing = sharing_of(job)
 
     def report(self, started: float) -> CheckReport:
@@ -246,7 +253,8 @@ class _Check:
         # Where there is no memory for so many samples there may be for fewer: the measurement tries.
         shown = _Shown() if isinstance(looked, RanOut) else looked
         order = in_order(shown.sizes, shown.reductions, counts_items=self._job.num_items is not None)
-        verdict = measure(self._job, self._window, order[0], most=MOST, written=shown.written)
+        most = max(MOST, 3 * self._smallest)
+        verdict = measure(self._job, self._window, order[0], most=most, written=shown.written)
         if verdict.decision is None:
             return self._not_measured(verdict, started)
         try:
@@ -267,13 +275,14 @@ class _Check:
             LossSideEffectError: computing it changes gradients.
         """
         shown = _Shown()
-        count = min(MOST, self._window.num_samples)
+        granule = self._job.batch_norm.group
+        count = min(max(MOST, 3 * self._smallest), self._window.num_samples) // granule * granule
         chosen = choose(self._window, self._window.num_samples, count)
         aside = _aside(self._job, self._job.modules)
         try:
             with torch.compiler.set_stance("force_eager"):
                 self._look_at_whole(chosen)
-                parts = cuts_of(count, self._smallest)[0]
+                parts = next(iter(cuts_of(count, self._smallest, granule)), ())
                 for index, part in enumerate(parts):
                     try:
                         self._look_at_part(self._part(chosen, parts, index), len(part), shown)
@@ -373,6 +382,7 @@ class _Check:
                 self._job.modules,
                 suspicion,
                 is_time_first=verdict.is_time_first,
+                statistics=self._job.batch_norm,
                 counts_items=counts_items,
             )
         return CheckReport(

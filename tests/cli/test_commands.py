@@ -154,6 +154,8 @@ def test_check_exits_with_1_where_it_cannot_be_measured(
         "[(torch.randn(2, 4), torch.randn(2, 1)) for _ in range(4)]",  # for a batch, a list of what?
         "iter([(torch.randn(2, 4), torch.randn(2, 1)) for _ in range(4)])",
         "torch.utils.data.TensorDataset(torch.randn(9, 4), torch.randn(9, 1))",
+        "[(torch.randn(4), torch.randn(1)) for _ in range(9)]",
+        "[torch.randn(5) for _ in range(9)], 'collate_fn': lambda rows: torch.stack(rows).split((4, 1), 1)",
     ],
 )
 def test_check_takes_the_data_of_any_recipe(

@@ -85,7 +85,7 @@ class TestWhatIsTaken:
             check(mlp(DOUBLE), classes(num_samples, DOUBLE))
 
     def test_batch_norm_needs_four(self) -> None:
-        with pytest.raises(errors.ArgumentError, match="at least 4 samples.*two where there is BatchNorm"):
+        with pytest.raises(errors.ArgumentError, match="at least 4 samples.*needs 2 where BatchNorm trains"):
             check(noisy().double(), classes(3, DOUBLE))
         assert check(noisy().double(), classes(4, DOUBLE)).passed is False
 
