@@ -366,10 +366,7 @@ class NothingFitsError(MemoryLimitError):
         if advice:
             cure += "\n  ".join(["or choose, by estimate:", *map(str, advice)])
         else:
-            cure += (
-                "use precision='bf16', wrap blocks in torch.utils.checkpoint, or take an optimizer that keeps less "
-                "state."
-            )
+            cure += "use precision='bf16', wrap blocks in torch.utils.checkpoint, or take another optimizer."
         super().__init__(
             f"{phase}: a micro-batch of {micro_batch}, {smallest}, does not fit{reached}{allowed}{tried}. {cure}",
             micro_batch=micro_batch,
@@ -390,13 +387,15 @@ class LimitBelowModelError(MemoryLimitError):
     With ``is_least`` memory ran out before all of it was there, and it needs more than ``needed_bytes`` say.
     """
 
-    def __init__(self, *, needed_bytes: int, limit_bytes: int, is_least: bool = False) -> None:
-        self.needed_bytes = needed_bytes
+    def __init__(self, *, needed_bytes: int, limit_bytes: int, model_bytes: int, is_least: bool = False) -> None:
+        self.needed_bytes, self.model_bytes = needed_bytes, model_bytes
         needed = f"{format_bytes(needed_bytes)} {'or more ' if is_least else ''}"
+        # Beside parameters and gradients an optimizer keeps as much again: more than that no smaller model saves.
+        cure = ", or train a smaller model" if is_least or 2 * model_bytes >= needed_bytes - limit_bytes else ""
         super().__init__(
             f"memory_limit: {format_bytes(limit_bytes)} may be used, but {needed}are needed before the first sample "
-            f"(the process and the model, its gradients, the optimizer's state). Allow more than "
-            f"{format_bytes(needed_bytes)}, or train a smaller model.",
+            f"(the process, {format_bytes(model_bytes)} of parameters and gradients, and the optimizer's state). "
+            f"Allow more than {format_bytes(needed_bytes)}{cure}.",
             micro_batch=None,  # no sample was tried
             peak_bytes=needed_bytes,
             limit_bytes=limit_bytes,

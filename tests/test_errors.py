@@ -245,11 +245,13 @@ def test_a_limit_below_the_model_names_both_numbers() -> None:
         fit(model=model, optimizer=None)
     assert caught.value.limit_bytes == 2**20
     assert caught.value.needed_bytes > 2**20
+    assert "or train a smaller model" in str(caught.value)
     with simulated_memory(5 * weights), pytest.raises(errors.LimitBelowModelError) as caught:
         fit(model=model, optimizer=None, memory_limit=3 * weights)
     assert 3.9 * weights < caught.value.needed_bytes < 4.1 * weights  # weights, gradients and AdamW's two moments
-    with pytest.raises(errors.LimitBelowModelError, match="10.00 MiB may be used"):
+    with pytest.raises(errors.LimitBelowModelError, match="10.00 MiB may be used") as caught:
         fit(memory_limit="10MiB")  # less than Python itself
+    assert "or train a smaller model" not in str(caught.value), "which would not make up for Python"
 
 
 def test_nothing_was_changed_by_a_nan() -> None:

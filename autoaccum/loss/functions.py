@@ -171,8 +171,12 @@ def _arguments(inputs: Any) -> tuple[Sequence[Any], Mapping[str, Any]]:
     return (inputs,), {}
 
 
-def call_on_batch(model: Any, batch: Any) -> Any:
-    """Call the model with a whole batch; say, when it cannot take one, that the loss was left to it."""
+_NO_LOSS = ", because neither loss_fn nor training_step was given"
+_IF_NO_LOSS = "Pass loss_fn=(outputs, targets) -> loss, or a training_step."
+
+
+def call_on_batch(model: Any, batch: Any, *, why: str = _NO_LOSS, cure: str = _IF_NO_LOSS) -> Any:
+    """Call the model with a whole batch; say, when it cannot take one, why that was done and what cures it."""
     try:
         return call(model, batch)
     except TypeError as error:
@@ -182,9 +186,8 @@ def call_on_batch(model: Any, batch: Any) -> Any:
             inspect.signature(model.forward).bind(*positional, **keywords)
         except TypeError:
             raise DataError(
-                f"data: the model was called with all of a batch, {mistakes.describe(batch)}, because neither loss_fn "
-                f"nor training_step was given, and cannot take it ({error}). Pass loss_fn=(outputs, targets) -> loss, "
-                f"or a training_step."
+                f"data: the model was called with all of a batch, {mistakes.describe(batch)}{why}, and cannot take it "
+                f"({error}). {cure}"
             ) from None
         raise
 

@@ -388,11 +388,14 @@ def room_for_model(memory: Memory, limit_bytes: int, parameters: Sequence[torch.
     memory.release()
     # Where memory ran out, what was made half-way is still there, in frames of the error's: it is needed as well.
     in_use = memory.used()
-    needed = in_use + sum(p.nbytes for p in parameters)
+    of_gradients = sum(p.nbytes for p in parameters)
+    needed = in_use + of_gradients
     is_least = cause is not None and needed <= limit_bytes
     if cause is not None:
         if is_least:  # what was asked for last would have been beside it
             needed = max(in_use + (asked_bytes(cause) or 0), limit_bytes + 1)
         without_frames(cause)
     if needed > limit_bytes:
-        raise LimitBelowModelError(needed_bytes=needed, limit_bytes=limit_bytes, is_least=is_least) from cause
+        raise LimitBelowModelError(
+            needed_bytes=needed, limit_bytes=limit_bytes, model_bytes=2 * of_gradients, is_least=is_least
+        ) from cause

@@ -107,7 +107,7 @@ def _forward(model: Any, batch: Any) -> Any:
     if isinstance(batch, tuple | list) and len(batch) == 2 and (takes is None or takes.required < 2):
         outputs = call(model, batch[0])
     else:
-        outputs = call_on_batch(model, batch)
+        outputs = call_on_batch(model, batch, why="", cure="Pass forward=(model, batch) -> outputs.")
     # Of a micro-batch and not of its samples; some models compute one wherever there are labels.
     if isinstance(outputs, Mapping) and outputs.get("loss") is not None and len(outputs) > 1:
         return {name: value for name, value in outputs.items() if name != "loss"}

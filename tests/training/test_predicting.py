@@ -12,7 +12,7 @@ from torch.nn.functional import cross_entropy
 from torch.utils.data import DataLoader, TensorDataset
 
 import autoaccum
-from autoaccum.errors import ArgumentError, ArgumentTypeError, DataError
+from autoaccum.errors import ArgumentError, ArgumentTypeError, DataError, DataError
 from tests.models import classes, mlp, noisy
 
 
@@ -112,3 +112,10 @@ class TestRefused:
     def test_a_forward_that_cannot_be_called(self) -> None:
         with pytest.raises(ArgumentTypeError, match=r"^forward=.*\(model, batch\) -> outputs"):
             autoaccum.predict(mlp(), classes(6), forward=lambda batch: batch)  # type: ignore[arg-type, misc]
+
+    def test_batches_that_the_model_does_not_take_as_they_are(self) -> None:
+        inputs, targets = classes(6)
+        batch = {"input": inputs, "y": targets}
+        with pytest.raises(DataError, match=r"unexpected keyword argument 'y'\)\. Pass forward=\(model, batch\)"):
+            autoaccum.predict(mlp(), batch)
+        assert len(autoaccum.predict(mlp(), batch, forward=lambda model, batch: model(batch["input"]))) == 6
