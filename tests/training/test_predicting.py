@@ -12,7 +12,7 @@ from torch.nn.functional import cross_entropy
 from torch.utils.data import DataLoader, TensorDataset
 
 import autoaccum
-from autoaccum.errors import ArgumentError, ArgumentTypeError, DataError, DataError
+from autoaccum.errors import ArgumentError, ArgumentTypeError, DataError
 from tests.models import classes, mlp, noisy
 
 
