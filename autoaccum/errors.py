@@ -366,7 +366,8 @@ class NothingFitsError(MemoryLimitError):
         if advice:
             cure += "\n  ".join(["or choose, by estimate:", *map(str, advice)])
         else:
-            cure += "use precision='bf16', wrap blocks in torch.utils.checkpoint, or take another optimizer."
+            cure += "use precision='bf16', wrap blocks in torch.utils.checkpoint, "
+            cure += "or take an optimizer that keeps less state."
         super().__init__(
             f"{phase}: a micro-batch of {micro_batch}, {smallest}, does not fit{reached}{allowed}{tried}. {cure}",
             micro_batch=micro_batch,
@@ -390,12 +391,12 @@ class LimitBelowModelError(MemoryLimitError):
     def __init__(self, *, needed_bytes: int, limit_bytes: int, model_bytes: int, is_least: bool = False) -> None:
         self.needed_bytes, self.model_bytes = needed_bytes, model_bytes
         needed = f"{format_bytes(needed_bytes)} {'or more ' if is_least else ''}"
-        # Beside parameters and gradients an optimizer keeps as much again: more than that no smaller model saves.
-        cure = ", or train a smaller model" if is_least or 2 * model_bytes >= needed_bytes - limit_bytes else ""
+        what, cure = "the process and the model, its gradients, the optimizer's state", ", or train a smaller model"
+        if 0 < 2 * model_bytes < needed_bytes - limit_bytes:  # an optimizer keeps as much again
+            what, cure = f"nearly all of it by the process: {format_bytes(model_bytes)} by parameters and gradients", ""
         super().__init__(
             f"memory_limit: {format_bytes(limit_bytes)} may be used, but {needed}are needed before the first sample "
-            f"(the process, {format_bytes(model_bytes)} of parameters and gradients, and the optimizer's state). "
-            f"Allow more than {format_bytes(needed_bytes)}{cure}.",
+            f"({what}). Allow more than {format_bytes(needed_bytes)}{cure}.",
             micro_batch=None,  # no sample was tried
             peak_bytes=needed_bytes,
             limit_bytes=limit_bytes,

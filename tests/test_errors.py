@@ -251,7 +251,8 @@ def test_a_limit_below_the_model_names_both_numbers() -> None:
     assert 3.9 * weights < caught.value.needed_bytes < 4.1 * weights  # weights, gradients and AdamW's two moments
     with pytest.raises(errors.LimitBelowModelError, match="10.00 MiB may be used") as caught:
         fit(memory_limit="10MiB")  # less than Python itself
-    assert "or train a smaller model" not in str(caught.value), "which would not make up for Python"
+    assert "train a smaller model" not in str(caught.value), "which would not make up for Python"
+    assert "nearly all of it by the process: " in str(caught.value)
 
 
 def test_nothing_was_changed_by_a_nan() -> None:
