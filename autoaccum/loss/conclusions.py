@@ -19,6 +19,10 @@ _COUNT = (
     "Pass num_items=(micro-batch) -> how many items its loss is a mean over, or let the loss end in one mean, or one "
     "sum, over samples"
 )
+_END = (
+    "Let the loss end in one mean, or one sum, over samples, of which no root or square is taken, or pass "
+    "num_items=(micro-batch) -> how many items its loss is a mean over"
+)
 
 
 DIFFERING: Doubt = (
@@ -89,7 +93,7 @@ def doubt_of_unknown(reductions: Sequence[Reduction]) -> Doubt | None:
     for reduction in reductions:
         unknown = sorted({_in_words(term) for term in reduction.terms if term.kind == "unknown"})
         if unknown:
-            return f"its graph leads to {' and '.join(unknown)}, which says nothing of it", _COUNT
+            return f"its graph leads to {' and '.join(unknown)}, which says nothing of it", _END
     return None
 
 

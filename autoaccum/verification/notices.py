@@ -197,12 +197,12 @@ _TIME_FIRST = Notice(
 
 
 _UNKNOWN = Notice(
-    cause="The loss is neither a mean over samples or items, nor a sum over them",
+    cause="The loss is neither a mean over samples or items, nor a sum over them, or samples meet in the model",
     consequence="No weights of micro-batches add them up to the loss of their window, so that the gradient depends on "
     "how windows are cut",
-    cure="Let the loss end in one mean, or one sum, over samples; compute statistics of the window in before_window=; "
-    "or pass micro_batch= the whole window if it fits, or num_items=(micro-batch) -> how many items its loss is a mean "
-    "over",
+    cure="Let the loss end in one mean, or one sum, over samples; compute statistics of a batch, those that inputs are "
+    "normalised by too, in before_window=; or pass micro_batch= the whole window if it fits, or "
+    "num_items=(micro-batch) -> how many items its loss is a mean over",
 )
 
 

@@ -145,7 +145,9 @@ def test_a_failure_names_its_causes_with_a_cure_for_each() -> None:
 def test_where_no_suspect_is_to_blame_the_graph_is_asked_and_then_the_loss() -> None:
     assert failed(0.1, suspicion=coupling_notice()).consequence == coupling_notice().consequence
     assert failed(0.1, "hooks", suspicion=coupling_notice()).consequence != coupling_notice().consequence
-    assert failed(0.1).cause.startswith("The loss is neither a mean over samples or items, nor a sum over them: ")
+    assert failed(0.1).cause.startswith(
+        "The loss is neither a mean over samples or items, nor a sum over them, or samples meet in the model: "
+    )
 
 
 def test_where_items_are_counted_no_cure_is_to_count_them() -> None:
