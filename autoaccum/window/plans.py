@@ -171,6 +171,9 @@ class Plans:
     def announce(self, num_samples: int, lengths: Lengths = None) -> None:
         """Say how such windows are cut, unless that was said before."""
         tuner = self._tuner
+        # Where lengths differ and the next window is yet to be read, as by a resumed run, the last one stands for it.
+        if lengths is None and tuner.full_window[0] == num_samples:
+            lengths = tuner.full_window[1]
         sizes = tuner.plan(num_samples, lengths)
         if sizes == self.announced:
             return

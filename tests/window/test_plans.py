@@ -62,6 +62,21 @@ def test_no_less_is_foretold_of_a_process_than_it_holds(is_enforced: bool, predi
     assert told.predicted_bytes == predicted
 
 
+def test_the_last_window_stands_for_one_whose_lengths_are_not_known_yet() -> None:
+    events: list[Event] = []
+    step = made_of(events, micro_batch=None)
+    step.tuner.resize(4, (6, 3, 2, 1))
+    for weight in (6, 9):
+        step.tuner.observe(1, 100 + weight, weight)
+    step.plans.announce(4)
+    (told,) = events
+    assert isinstance(told, Planned)
+    assert told.sizes == step.tuner.plan(4, (6, 3, 2, 1))
+    assert len(told.sizes) > 1
+    step.plans.announce(8)
+    assert [event.sizes for event in events if isinstance(event, Planned)][1:] == [step.tuner.plan(8)]
+
+
 def test_that_memory_cannot_be_saved_is_said_and_changes_nothing() -> None:
     events: list[Event] = []
     step = made_of(events)
