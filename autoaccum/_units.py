@@ -10,11 +10,16 @@
 
 from __future__ import annotations
 
+import math
 import re
 from reprlib import Repr
+from typing import Any
 
 LONGEST_SHOWN = 400
 """Show a value in at most so many characters."""
+
+_FEW_NUMBERS = 16
+"""Show so many numbers of a tensor or an array; of one that has more they say nothing."""
 
 # Bytes of each unit, by its name in lower case.
 _FACTORS = {"": 1, "b": 1}
@@ -48,8 +53,18 @@ def format_bytes(num_bytes: float) -> str:
     return f"{value:.2f} TiB"
 
 
+class _Texts(Repr):
+    """What makes texts of values: of arrays with many numbers their shape, whatever the package that they are of."""
+
+    def repr_instance(self, x: Any, level: int) -> str:
+        shape = getattr(x, "shape", None)
+        if isinstance(shape, tuple) and hasattr(x, "dtype") and math.prod(shape) > _FEW_NUMBERS:
+            return f"<{type(x).__name__} of shape {tuple(shape)}>"
+        return super().repr_instance(x, level)
+
+
 # A container is shown by its first entries, so that the text of one with millions is never made.
-_texts = Repr()
+_texts = _Texts()
 _texts.maxlist = _texts.maxtuple = _texts.maxdict = _texts.maxset = _texts.maxfrozenset = _texts.maxdeque = 50
 _texts.maxarray = 50
 _texts.maxstring = _texts.maxlong = _texts.maxother = LONGEST_SHOWN

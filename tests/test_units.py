@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -86,6 +88,12 @@ def test_a_long_text_is_cut() -> None:
 def test_what_has_no_text_is_shown_by_its_type() -> None:
     assert "Mute" in shown(Mute())
     assert "Mute" in shown([1, Mute()])
+
+
+def test_of_large_arrays_the_shape_is_shown() -> None:
+    inputs, labels = torch.randn(64, 8), np.arange(64)
+    assert shown((inputs, labels)) == "(<Tensor of shape (64, 8)>, <ndarray of shape (64,)>)"
+    assert shown([torch.tensor([1, 2])]) == "[tensor([1, 2])]"
 
 
 @pytest.mark.parametrize("value", [3, 0.1, "a", None, (1, 2), [(8, 8), (8,)], {"a": [1]}, True, len])

@@ -56,6 +56,17 @@ def mistaken(error: Exception, model: Any, batch: Any) -> DataError | None:
                 f"model, or the loss, cannot take it ({text}). Leave samples of length 0 out, or fill them with "
                 f"something."
             )
+    if "multi-target not supported" in text and tensors:
+        where, labels = list(tensors.items())[-1]  # labels come last
+        columns = labels.shape[1] if labels.ndim == 2 else 0
+        cure = "Take the column out: targets.squeeze(1)"
+        if columns > 1:
+            cure = "Of rows that are one-hot take targets.argmax(1), or pass them as probabilities: targets.float()"
+        if columns:
+            return DataError(
+                f"data: {where or 'the batch'} has the shape (samples, {columns}), while numbers of classes are one "
+                f"for each sample ({text}). {cure}."
+            )
     if not isinstance(error, RuntimeError) or not _IS_OF_DTYPES.search(text):
         return None
     # Which tensor was at fault the words do not say, but whose type is neither the model's nor that of labels is found.
@@ -67,7 +78,10 @@ def mistaken(error: Exception, model: Any, batch: Any) -> DataError | None:
         is_mask = leaf.dtype is torch.bool and "bool" not in text.lower()
         if held and leaf.dtype not in {*held, torch.int64} and not is_mask:
             wanted = next(iter(held))
-            return _wrong(where, leaf.dtype, f"while the model is of {_name(wanted)}", wanted, text)
+            # A run multiplies in 16 bits, and keeps weights of 32, which updates are too small for in 16.
+            precision = {torch.float16: "fp16", torch.bfloat16: "bf16"}.get(wanted)
+            other = f"; or leave the model in float32, and pass precision='{precision}'" if precision else ""
+            return _wrong(where, leaf.dtype, f"while the model is of {_name(wanted)}", wanted, text, other)
     return None
 
 
@@ -132,11 +146,11 @@ def _name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def _wrong(where: str, dtype: torch.dtype, beside: str, wanted: torch.dtype, text: str) -> DataError:
+def _wrong(where: str, dtype: torch.dtype, beside: str, wanted: torch.dtype, text: str, other: str = "") -> DataError:
     """Return the error for a tensor that is to be of another type."""
     return DataError(
         f"data: the tensor {where or 'itself'} of a batch is of {_name(dtype)}, {beside} ({text}). Convert it: "
-        f"{_cure(wanted)}."
+        f"{_cure(wanted)}{other}."
     )
 
 

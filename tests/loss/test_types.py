@@ -41,6 +41,13 @@ def test_what_does_not_fit_is_named(inputs: Any, targets: Any, found: str) -> No
     assert isinstance(caught.value.__cause__, TypeError | RuntimeError)
 
 
+def test_numbers_of_classes_in_columns() -> None:
+    with pytest.raises(DataError, match=r"^data: \[1\] has the shape \(samples, 1\).*targets\.squeeze\(1\)\.$"):
+        of(INPUTS, TARGETS[:, None])
+    with pytest.raises(DataError, match=r"has the shape \(samples, 4\).*targets\.argmax\(1\)"):
+        of(INPUTS, torch.stack([TARGETS] * 4, 1))
+
+
 def test_indices_of_an_embedding_are_no_labels() -> None:
     model = nn.Sequential(nn.Embedding(5, 3), nn.Flatten(), nn.Linear(9, 2))
     with pytest.raises(DataError, match=r"the tensor \[0\] of a batch is of float32, while indices are int64"):
@@ -56,7 +63,8 @@ def test_labels_that_are_where_the_loss_has_not_looked_for_them() -> None:
 def test_the_other_way_round() -> None:
     with pytest.raises(DataError, match=r"of float32, while the model is of float64 .*tensor\.to\(torch\.float64\)"):
         of(INPUTS, TARGETS, nn.Linear(3, 2).double())
-    with pytest.raises(DataError, match=r"Convert it: tensor\.to\(torch\.bfloat16\)\.$"):
+    half = r"Convert it: tensor\.to\(torch\.bfloat16\); or leave the model in float32, and pass precision='bf16'\.$"
+    with pytest.raises(DataError, match=half):
         of(INPUTS, TARGETS, nn.Linear(3, 2).bfloat16())
 
 
