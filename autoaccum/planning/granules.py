@@ -117,8 +117,7 @@ def cut_by_weight(weights: Sequence[int], max_weight: int, min_micro_batch: int,
     >>> cut_by_weight([50, 40, 30, 20, 10, 10, 10], max_weight=160, min_micro_batch=2, granule=2)
     (2, 5)
     """
-    num_samples = len(weights)
-    number = len(granules(num_samples, granule))
+    num_samples, number = len(weights), len(granules(len(weights), granule))
     # Each granule weighs as its first sample does, the longest, to which the others are padded.
     heads = [granule * weights[index * granule] for index in range(number)]
     fewest = fewest_granules(min_micro_batch, granule)
@@ -134,8 +133,7 @@ def cheapest(
     num_samples: int, max_micro_batch: int, seconds: Callable[[int], float], min_micro_batch: int, granule: int
 ) -> int:
     """Return the samples of the largest micro-batch of the cut that takes least time: see ``cuts.cheapest``."""
-    number = len(granules(num_samples, granule))
-    most = most_granules(num_samples, max_micro_batch, granule)
+    number, most = len(granules(num_samples, granule)), most_granules(num_samples, max_micro_batch, granule)
     if num_samples > max_micro_batch:  # the last one may hold a rest besides
         most = max(1, min(most, number - 1))
     fewest = fewest_granules(min_micro_batch, granule)
