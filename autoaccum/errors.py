@@ -393,7 +393,7 @@ class LimitBelowModelError(MemoryLimitError):
         needed = f"{format_bytes(needed_bytes)} {'or more ' if is_least else ''}"
         what, cure = "the process and the model, its gradients, the optimizer's state", ", or train a smaller model"
         if 0 < 2 * model_bytes < needed_bytes - limit_bytes:  # an optimizer keeps as much again
-            what, cure = f"nearly all of it by the process: {format_bytes(model_bytes)} by parameters and gradients", ""
+            what, cure = f"the process, and {format_bytes(model_bytes)} by parameters and gradients", ""
         super().__init__(
             f"memory_limit: {format_bytes(limit_bytes)} may be used, but {needed}are needed before the first sample "
             f"({what}). Allow more than {format_bytes(needed_bytes)}{cure}.",

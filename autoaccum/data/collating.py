@@ -28,7 +28,7 @@ def plain_collate(samples: list[Any]) -> Any:
     # It is asked first, and samples are looked at only where it has failed: it is called for each micro-batch.
     try:
         return default_collate(samples)
-    except (TypeError, RuntimeError, KeyError) as error:
+    except (TypeError, RuntimeError, KeyError, AttributeError) as error:
         problem = _problem(samples)
         if problem is None:
             raise

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, MutableMapping, Sequence
+from contextlib import suppress
 from copy import copy
 from dataclasses import dataclass
 from functools import partial
@@ -267,7 +268,8 @@ class SampleReader:
             return items
         except Exception as error:
             if not _is_of_host(error):
-                error.add_note(f"It was raised for sample {keys[len(items)][2]!r}.")
+                with suppress(Exception):  # a class of the user's may let nothing be noted
+                    error.add_note(f"It was raised for sample {keys[len(items)][2]!r}.")
                 raise
             key, ran_out = keys[len(items)], without_frames(error)
         # Those before it may have left too little memory for it, and then fewer of them will do. What cannot be read

@@ -23,6 +23,7 @@ _IS_OF_NOTHING = re.compile(
 )
 """What it says of tensors without elements."""
 _RAISED = (RuntimeError, IndexError, ValueError)
+_IS_OF_COLUMNS = re.compile(r"multi-target not supported|target with class probabilities, got (Long|Int)")
 _OF_LABELS = re.compile(r"target|Long|nll_loss", re.IGNORECASE)
 
 
@@ -56,17 +57,8 @@ def mistaken(error: Exception, model: Any, batch: Any) -> DataError | None:
                 f"model, or the loss, cannot take it ({text}). Leave samples of length 0 out, or fill them with "
                 f"something."
             )
-    if "multi-target not supported" in text and tensors:
-        where, labels = list(tensors.items())[-1]  # labels come last
-        columns = labels.shape[1] if labels.ndim == 2 else 0
-        cure = "Take the column out: targets.squeeze(1)"
-        if columns > 1:
-            cure = "Of rows that are one-hot take targets.argmax(1), or pass them as probabilities: targets.float()"
-        if columns:
-            return DataError(
-                f"data: {where or 'the batch'} has the shape (samples, {columns}), while numbers of classes are one "
-                f"for each sample ({text}). {cure}."
-            )
+    if _IS_OF_COLUMNS.search(text):
+        return _of_columns(tensors, text)
     if not isinstance(error, RuntimeError) or not _IS_OF_DTYPES.search(text):
         return None
     # Which tensor was at fault the words do not say, but whose type is neither the model's nor that of labels is found.
@@ -82,6 +74,21 @@ def mistaken(error: Exception, model: Any, batch: Any) -> DataError | None:
             precision = {torch.float16: "fp16", torch.bfloat16: "bf16"}.get(wanted)
             other = f"; or leave the model in float32, and pass precision='{precision}'" if precision else ""
             return _wrong(where, leaf.dtype, f"while the model is of {_name(wanted)}", wanted, text, other)
+    return None
+
+
+def _of_columns(tensors: dict[str, torch.Tensor], text: str) -> DataError | None:
+    """Return the error for numbers of classes that lie in columns, or are rows of zeros and a one."""
+    for where, leaf in reversed(tensors.items()):  # labels come last
+        if leaf.ndim != 2 or leaf.is_floating_point() or leaf.is_complex():
+            continue
+        cure = "Take the column out: targets.squeeze(1)" if leaf.shape[1] == 1 else "Pass targets.argmax(1)"
+        if leaf.shape[1] > 1 and "probabilities" in text:
+            cure = f"{cure}, or targets.float() as probabilities"
+        return DataError(
+            f"data: {where or 'the batch'} has the shape (samples, {leaf.shape[1]}) of whole numbers, while those of "
+            f"classes are one for each sample ({text}). {cure}."
+        )
     return None
 
 

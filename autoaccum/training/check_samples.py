@@ -28,6 +28,10 @@ from autoaccum.verification.samples import MOST
 
 _READ = 128
 """Samples of a data set that those to measure are chosen from."""
+_LOOKED_AT = 64
+"""Look at so many entries of a list, evenly spread."""
+_MOST_PARTS = 8
+"""Entries up to which a list may be the parts of a batch."""
 
 
 class _GivenBatch:
@@ -106,12 +110,20 @@ def _is_batch(batch: Any, split: Any) -> bool:
 
 def _are_samples(batch: Any, collate_fn: Callable[[list[Any]], Any] | None, split: Any) -> bool:
     """Return whether a list is one of samples, as ``fit`` takes it, and no batch, as a DataLoader yields it."""
-    if type(batch) is not list or not batch or is_said(split):
+    if type(batch) is not list or is_said(split):
         return False
     if collate_fn is not None:  # which nobody passes for what is a batch already
         return True
+    if not batch or not all(isinstance(entry, tuple | list | Mapping) for entry in batch):
+        return False
+    # Samples are alike: the parts of a batch, inputs and targets, seldom are, and have a row for each sample.
+    found = [batches.flatten(entry) for entry in batch[:: -(-len(batch) // _LOOKED_AT)]]
+    kinds = [(spec, [type(leaf) for leaf in leaves]) for leaves, spec in found]
+    rows = {batches.num_rows(leaf) if batches.has_rows(leaf) else None for leaves, _ in found for leaf in leaves}
+    if any(kind != kinds[0] for kind in kinds) or (len(batch) <= _MOST_PARTS and len(rows) == 1 and None not in rows):
+        return False
     try:
-        return all(isinstance(entry, tuple | Mapping) for entry in batch) and read(batch, "batch").are_samples
+        return read(batch, "batch").are_samples
     except AmbiguousBatchError:
         return False
 
@@ -124,7 +136,9 @@ def refuse_few(num_samples: int, smallest: int) -> None:
     """
     fewest = 2 * smallest
     if num_samples < fewest:
-        why = "they are run whole, and in parts" if smallest == 1 else f"a part needs {smallest} where BatchNorm trains"
+        why = "they are run whole, and in parts"
+        if smallest > 1:
+            why = f"a part needs {smallest} where BatchNorm trains, by groups that are no larger here"
         cure = f"Pass more of them, {max(MOST, 3 * smallest)} at best: {why}."
         found = f"{num_samples} sample{'s' if num_samples != 1 else ''}"
         raise ArgumentError("batch", found, f"at least {fewest} samples", cure)

@@ -14,7 +14,7 @@ from torch import nn
 from autoaccum import _checks
 from autoaccum.data import randomness
 from autoaccum.data.splits import SplitLike, split_of
-from autoaccum.errors import ArgumentError, ValuesNeededError
+from autoaccum.errors import ArgumentError, EmptyDatasetError, ValuesNeededError
 from autoaccum.loss.coupling import smallest_micro_batch
 from autoaccum.memory import clock
 from autoaccum.memory.fake import Fakes, RealParameterError, asked_for
@@ -191,6 +191,8 @@ def estimate(
     with _no_trace(modules, functions.values()), _naming(model), torch.enable_grad():
         fakes, split = Fakes(), checked[split_of]
         window, examples = open_samples(batch, collate_fn, _CPU, split)
+        if not window.num_samples:
+            raise EmptyDatasetError("batch", "it has no rows.")
         given: object = examples  # the window itself, where a batch was passed: of data a few samples are read
         few = window.num_samples if window is given else min(window.num_samples, max(_FEW, fewest))
         step = FakeStep(fakes, FakeSamples(fakes, examples, few, split), modules, functions, precision)

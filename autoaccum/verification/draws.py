@@ -284,12 +284,13 @@ def _unlike_shares(given: dict[str, Any], _: torch.Tensor) -> torch.Tensor:
     return weights / weights.sum(-1, keepdim=True)
 
 
+# None is 0 that is seldom 0: what it multiplies would not be measured.
 _CONSTANTS: dict[str, Callable[[dict[str, Any], torch.Tensor], torch.Tensor]] = {
     "_sample_dirichlet": _unlike_shares,
     "_standard_gamma": lambda given, _: given["self"],
     "bernoulli": _probability,
     "bernoulli_": _probability,
-    "binomial": lambda given, _: (given["count"] * given["prob"]).round(),
+    "binomial": lambda given, _: (given["count"] * given["prob"]).ceil(),
     "cauchy_": lambda given, _: torch.tensor(given.get("median", 0.0) + given.get("sigma", 1.0) / 2),
     "exponential_": lambda given, _: torch.tensor(1 / given["lambd"]),
     "geometric_": lambda given, _: torch.tensor(1 / given["p"]).round(),
@@ -297,7 +298,7 @@ _CONSTANTS: dict[str, Callable[[dict[str, Any], torch.Tensor], torch.Tensor]] = 
     "multinomial": _likeliest,
     "normal": _off_the_mean,
     "normal_": _off_the_mean,
-    "poisson": lambda given, _: given["self"].round(),
+    "poisson": lambda given, _: given["self"].ceil(),
     "rand": _middle,
     "rand_like": _middle,
     "randint": _least,

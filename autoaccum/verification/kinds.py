@@ -105,7 +105,7 @@ class Kinds:
 
     def _here(self) -> set[str]:
         self._gather()
-        found = self._forms()
+        found = {f"{index}: {tuple(shape)}" for index, shape in self._shapes}
         for index, facts in self._facts.items():
             low, least_high, minus_high, least_size, minus_size, least, minus_nan = facts.tolist()
             shown = {
@@ -119,25 +119,6 @@ class Kinds:
             decades = range(1, _DECADES + 1)
             shown |= {f"numbers beyond 1e{decade}": -minus_size >= 10.0**decade for decade in decades}
             found.update(f"{index}: {name}" for name, is_there in shown.items() if is_there)
-        return found
-
-    def _forms(self) -> set[str]:
-        """Return what the shapes of this window show: dims, their extents, and that these vary.
-
-        Those of padded texts are others in each micro-batch, which is news once: then twice the longest is.
-        """
-        found = {f"{index}: {len(shape)} dims" for index, shape in self._shapes}
-        extents: dict[str, set[int]] = {}
-        for index, shape in self._shapes:
-            for dim, extent in enumerate(shape, 1):
-                extents.setdefault(f"{index}: dim {dim}", set()).add(extent)
-        for where, those in extents.items():
-            (first, *others), exactly = those, f"{where} is "
-            if others or any(fact.startswith(exactly) and fact != f"{exactly}{first}" for fact in self._known):
-                found.add(f"{where} varies")
-            else:
-                found.add(f"{exactly}{first}")
-            found |= {f"{where} of up to {2 ** (extent - 1).bit_length()}" for extent in those if extent}
         return found
 
     def state_dict(self) -> list[str]:

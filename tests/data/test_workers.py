@@ -32,9 +32,9 @@ class Broken(Dataset[Any]):
     def __getitem__(self, index: int) -> Any:
         if index == 27:
             if self._is_none:
-                return None
+                return torch.ones(4), None
             raise FileNotFoundError("x27.wav")
-        return torch.ones(4), index % 3
+        return torch.ones(4), torch.tensor(index % 3)
 
 
 _SCRIPT = """
@@ -70,5 +70,5 @@ def test_an_error_of_a_dataset_names_the_sample_and_has_no_frames_of_ours(num_wo
 
 @pytest.mark.parametrize("num_workers", [0, 1])
 def test_samples_that_make_no_batch_are_told_alike(num_workers: int) -> None:
-    with pytest.raises(DataError, match=r"^data: a sample is None\. Let the .* It is sample 27\.$"):
+    with pytest.raises(DataError, match=r"^data: \[1\] of a sample is None\. Let the .* It is sample 27\.$"):
         autoaccum.fit(nn.Linear(4, 3), Broken(True), num_workers=num_workers, **OPTIONS)

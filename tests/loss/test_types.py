@@ -46,6 +46,8 @@ def test_numbers_of_classes_in_columns() -> None:
         of(INPUTS, TARGETS[:, None])
     with pytest.raises(DataError, match=r"has the shape \(samples, 4\).*targets\.argmax\(1\)"):
         of(INPUTS, torch.stack([TARGETS] * 4, 1))
+    with pytest.raises(DataError, match=r"argmax\(1\), or targets\.float\(\) as probabilities\.$"):
+        of(INPUTS, nn.functional.one_hot(TARGETS, 2))
 
 
 def test_indices_of_an_embedding_are_no_labels() -> None:

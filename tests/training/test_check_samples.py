@@ -44,6 +44,7 @@ class TestWhatIsTaken:
         pairs = list(zip(inputs, targets.tolist(), strict=True))
         named = [{"x": x, "y": y} for x, y in pairs]
         assert check(mlp(DOUBLE), pairs).passed
+        assert check(mlp(DOUBLE), list(map(list, pairs))).passed
         assert check(
             mlp(DOUBLE), named, loss_fn=None, training_step=lambda m, b: cross_entropy(m(b["x"]), b["y"])
         ).passed
@@ -57,6 +58,31 @@ class TestWhatIsTaken:
 
         assert check(mlp(DOUBLE), texts, loss_fn=None, training_step=step, collate_fn=default_collate).passed
         assert set(shapes) == {(8, 8)}
+
+    @pytest.mark.parametrize(
+        "batch",
+        [
+            lambda x, y: [{"x": x, "z": x.sum(1)}, {"y": y}],  # a DataLoader's, of samples ({...}, {...})
+            lambda x, y: [{"x": x, "scale": 0.5}, {"y": y}],
+            lambda x, y: [(x, x.sum(1)), (y, y)],
+            lambda x, y: [[x, x], [y, y]],
+        ],
+    )
+    def test_a_list_of_parts_stays_a_batch(self, batch: Any) -> None:
+        def step(model: Any, given: Any) -> torch.Tensor:
+            inputs, targets = (
+                part["x" if "x" in part else "y"] if isinstance(part, dict) else part[0] for part in given
+            )
+            return cross_entropy(model(inputs), targets)
+
+        assert check(mlp(DOUBLE), batch(*classes(12, DOUBLE)), loss_fn=None, training_step=step).passed
+
+    def test_an_empty_list(self) -> None:
+        with pytest.raises(errors.ArgumentError, match="0 samples"):
+            check(mlp(DOUBLE), [])
+        for given in ({}, {"collate_fn": default_collate}):
+            with pytest.raises(errors.EmptyDatasetError, match="^batch holds no sample"):
+                autoaccum.estimate(mlp(DOUBLE), [], loss_fn=cross_entropy, device_memory="1GiB", **given)
 
     @pytest.mark.parametrize("num_workers", [0, 2])
     def test_data(self, num_workers: int) -> None:
