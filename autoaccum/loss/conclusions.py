@@ -19,10 +19,12 @@ _COUNT = (
     "Pass num_items=(micro-batch) -> how many items its loss is a mean over, or let the loss end in one mean, or one "
     "sum, over samples"
 )
-_END = (
-    "Let the loss end in one mean, or one sum, over samples, of which no root or square is taken, or pass "
-    "num_items=(micro-batch) -> how many items its loss is a mean over"
+_ROOT = (
+    "Let the loss end in one mean, or one sum, over samples, of which no root or power is taken; or compute it of the "
+    "whole window: loss_scope='window' with embed= and loss_fn="
 )
+_OF_ROOTS = {"Sqrt", "Pow"}
+"""Operations on a mean by which no count makes one of the others."""
 
 
 DIFFERING: Doubt = (
@@ -93,7 +95,9 @@ def doubt_of_unknown(reductions: Sequence[Reduction]) -> Doubt | None:
     for reduction in reductions:
         unknown = sorted({_in_words(term) for term in reduction.terms if term.kind == "unknown"})
         if unknown:
-            return f"its graph leads to {' and '.join(unknown)}, which says nothing of it", _END
+            return f"its graph leads to {' and '.join(unknown)}, which says nothing of it", _ROOT if _OF_ROOTS & {
+                *unknown
+            } else _COUNT
     return None
 
 

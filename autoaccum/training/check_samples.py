@@ -57,7 +57,12 @@ class _GivenBatch:
 
 
 def open_samples(
-    batch: Any, collate_fn: Callable[[list[Any]], Any] | None, device: torch.device, split: Any = tensors
+    batch: Any,
+    collate_fn: Callable[[list[Any]], Any] | None,
+    device: torch.device,
+    split: Any = tensors,
+    *,
+    are_pairs: bool = False,
 ) -> tuple[Window, Examples]:
     """Return the samples to choose from, and what makes examples of them.
 
@@ -66,7 +71,7 @@ def open_samples(
         DataError: it has no samples.
     """
     foreign.refuse("batch", batch)
-    if _is_batch(batch, split) and not _are_samples(batch, collate_fn, split):
+    if _is_batch(batch, split) and not _are_samples(batch, collate_fn, split, are_pairs):
         if collate_fn is not None:
             cure = "A batch is collated already: leave collate_fn out, or pass the Dataset."
             raise ConflictingArgumentsError("collate_fn", collate_fn, "a batch", cure)
@@ -108,13 +113,14 @@ def _is_batch(batch: Any, split: Any) -> bool:
         return False
 
 
-def _are_samples(batch: Any, collate_fn: Callable[[list[Any]], Any] | None, split: Any) -> bool:
+def _are_samples(batch: Any, collate_fn: Callable[[list[Any]], Any] | None, split: Any, are_pairs: bool) -> bool:
     """Return whether a list is one of samples, as ``fit`` takes it, and no batch, as a DataLoader yields it."""
     if type(batch) is not list or is_said(split):
         return False
     if collate_fn is not None:  # which nobody passes for what is a batch already
         return True
-    if not batch or not all(isinstance(entry, tuple | list | Mapping) for entry in batch):
+    # What a training_step takes may be a list of samples itself, as of images and their boxes.
+    if not (are_pairs and batch and all(isinstance(entry, tuple | list | Mapping) for entry in batch)):
         return False
     # Samples are alike: the parts of a batch, inputs and targets, seldom are, and have a row for each sample.
     found = [batches.flatten(entry) for entry in batch[:: -(-len(batch) // _LOOKED_AT)]]

@@ -82,9 +82,10 @@ def check(
 
     Args:
         model: the module to train.
-        batch: a batch of at least 2 samples, any pytree whose tensors have one row per sample; or a Dataset, a list of
-            samples, a DataLoader or another iterable of batches, of which some samples are read. Six of them are
-            measured, that differ as much as they can: the more kinds of sample it holds, the more is seen.
+        batch: a batch of at least 2 samples, any pytree whose tensors have one row per sample; or a Dataset, a
+            DataLoader or another iterable of batches, of which some samples are read; beside a loss_fn or a collate_fn
+            a list of samples, too. Six of them are measured, that differ as much as they can: the more kinds of sample
+            it holds, the more is seen.
         loss_fn: (outputs, targets) -> loss, a mean or a sum, for batches that are (inputs, targets); or a loss and a
             dict of what is to be seen beside it: ``return loss, {"accuracy": ...}``.
         training_step: (model, batch) -> loss, for any batch, or several that are added, in a dict or a list. With
@@ -166,7 +167,7 @@ def check(
         _lazily_kept(job, every),
         _collator_kept(job),
     ):
-        window, examples = open_samples(batch, collate_fn, on, job.split)
+        window, examples = open_samples(batch, collate_fn, on, job.split, are_pairs=loss_fn is not None)
         refuse_few(window.num_samples, smallest_micro_batch(modules, job.batch_norm))
         with room_for_model(memory, limit.bytes, parameters):
             for module in modules:

@@ -59,9 +59,9 @@ class _Own:
 
 
 _BATCH = (
-    "a batch of any number of samples, any pytree whose tensors have one row per sample; or a Dataset, a list of "
-    "samples, a DataLoader or another iterable of batches, of which a few samples are read. Batches of other sizes are "
-    "made of these, without values: shapes alone count."
+    "a batch of any number of samples, any pytree whose tensors have one row per sample; or a Dataset, a DataLoader or "
+    "another iterable of batches, of which a few samples are read; beside a loss_fn or a collate_fn a list of samples, "
+    "too. Batches of other sizes are made of these, without values: shapes alone count."
 )
 _SAVING = (
     "auto: where not even the smallest micro-batch fits, blocks of the model compute their forward once more in "
@@ -116,9 +116,9 @@ def estimate(
 
     Args:
         model: the module to train.
-        batch: a batch of any number of samples, any pytree whose tensors have one row per sample; or a Dataset, a list
-            of samples, a DataLoader or another iterable of batches, of which a few samples are read. Batches of other
-            sizes are made of these, without values: shapes alone count.
+        batch: a batch of any number of samples, any pytree whose tensors have one row per sample; or a Dataset, a
+            DataLoader or another iterable of batches, of which a few samples are read; beside a loss_fn or a collate_fn
+            a list of samples, too. Batches of other sizes are made of these, without values: shapes alone count.
         device_memory: memory of the device that a process may use, as bytes or a text such as "24GiB".
         effective_batch: samples per optimizer step, the most of them where it is a schedule: no larger micro-batch is
             tried, and a plan is made.
@@ -190,7 +190,7 @@ def estimate(
     }  # fmt: skip
     with _no_trace(modules, functions.values()), _naming(model), torch.enable_grad():
         fakes, split = Fakes(), checked[split_of]
-        window, examples = open_samples(batch, collate_fn, _CPU, split)
+        window, examples = open_samples(batch, collate_fn, _CPU, split, are_pairs=loss_fn is not None)
         if not window.num_samples:
             raise EmptyDatasetError("batch", "it has no rows.")
         given: object = examples  # the window itself, where a batch was passed: of data a few samples are read

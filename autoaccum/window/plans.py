@@ -307,6 +307,21 @@ class Plans:
         self._go_back(contest.best, _lost(contest.best, contest.seconds), batch)
         return True
 
+    def gives_up(self, batch: Callable[[], Any]) -> bool:
+        """Come back from a rung that is tried, on which not even the smallest micro-batch fits; return whether it has.
+
+        No other is tried in this run: what the process holds by now, and gives back to nobody, may be too much for it.
+
+        Args:
+            batch: () -> the smallest micro-batch.
+        """
+        contest = self._saving.contest
+        if contest.best is None or contest.best.rungs <= 0:
+            return False
+        self._go_back(contest.best, "not even the smallest micro-batch fits there", batch)
+        contest.is_allowed = False
+        return True
+
     def _go_back(self, best: Best, why: str, batch: Callable[[], Any]) -> None:
         """Come back to the best rung, from one of which it is said what speaks against it."""
         tuner, saving, step, known = self._tuner, self._saving, self._number() + 1, self._known_best

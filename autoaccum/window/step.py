@@ -486,6 +486,8 @@ class Step:
                 self.plans.replanned(smaller.replaced, smaller.sizes, "out of memory")
                 return smaller
         batch, number = self._smallest_batch(window), self.number + 1
+        if self.plans.gives_up(batch):
+            return self.tuner.window(window.num_samples, window.lengths).following(pieces)
         room = self.plans.room(window.num_samples, self.transaction.trained())
         told = self.saving.lower(batch, number, self.limit.bytes, shortage.needed_bytes, room)
         if told is None:

@@ -42,12 +42,14 @@ class TestWhatIsTaken:
     def test_a_list_of_samples_is_data_as_fit_takes_it(self) -> None:
         inputs, targets = classes(12, DOUBLE)
         pairs = list(zip(inputs, targets.tolist(), strict=True))
-        named = [{"x": x, "y": y} for x, y in pairs]
         assert check(mlp(DOUBLE), pairs).passed
         assert check(mlp(DOUBLE), list(map(list, pairs))).passed
-        assert check(
-            mlp(DOUBLE), named, loss_fn=None, training_step=lambda m, b: cross_entropy(m(b["x"]), b["y"])
-        ).passed
+
+        # What a training_step takes may be such a list itself, as of images and their boxes.
+        def stacked(model: Any, samples: list[Any]) -> torch.Tensor:
+            return cross_entropy(model(torch.stack([x for x, _ in samples])), torch.tensor([y for _, y in samples]))
+
+        assert check(mlp(DOUBLE), pairs, loss_fn=None, training_step=stacked).passed
         # Where the entries could be batches, as matrices are, a collate_fn says that they are samples.
         texts = [(torch.randn(8, 8, dtype=DOUBLE), torch.randint(0, 3, (8,))) for _ in range(12)]
         shapes = Log()

@@ -7,7 +7,12 @@ from typing import Any
 
 import pytest
 
+from autoaccum.errors import NothingFitsError
 from autoaccum.events import Event, MemorySaving, Notice, Planned, Replanned
+from autoaccum.memory.waiting import Shortage
+from autoaccum.planning.attempts import Piece
+from autoaccum.planning.contest import Best
+from autoaccum.window.step import Failure
 from tests.models import mlp
 from tests.window.making import step_of
 
@@ -138,3 +143,40 @@ def test_a_window_that_has_clearly_passed_the_limit_is_told_once() -> None:
         step.plans.tell_over(1051)
     step.plans.tell_over(2000)
     assert len(events) == 1
+
+
+@pytest.mark.parametrize("fails", ["trial", "window"])
+def test_a_rung_that_is_tried_and_holds_not_even_the_smallest_is_left_for_the_one_before(fails: str) -> None:
+    """And none is tried again, for a process gives little back."""
+    events: list[Event] = []
+    step = made_of(events, micro_batch=None)
+    for size in (1, 2):
+        step.tuner.observe(size, 100 + 100 * size)
+    step.settle(8)
+    plans, contest = step.plans, step.saving.contest
+    contest.is_allowed = True
+    known, back = step.tuner.state_dict(), []
+
+    def give_back(rungs: int, number: int, why: str) -> MemorySaving:
+        back.append((rungs, why))
+        return MemorySaving(step=number, old="on", new="off", reason=why, blocks=0, held_bytes=1, recomputed_bytes=0)
+
+    step.saving.give_back = give_back
+    assert not plans.gives_up(lambda: None), "nothing is tried"
+    contest.begin(Best(1.0, 2, -1))
+    assert not plans.gives_up(lambda: None), "it is the one above that is tried, below which there is another"
+    contest.begin(Best(1.0, 2, 1))
+    plans._known_best = known
+    step.tuner.start_over(saves=True)
+    window = SimpleNamespace(num_samples=8, lengths=None)
+    error = NothingFitsError(phase="training", micro_batch=1, peak_bytes=900, limit_bytes=800)
+    ran = fails == "trial"  # else memory has run out for it
+    shortage = Shortage(micro_batch=1, peak_bytes=900, error=error, ran=ran)
+    pieces = step.tuner.window(8)
+    next(iter(pieces))
+    patience: Any = SimpleNamespace(may_pass=lambda *_: False)
+    step._after(Failure(Piece(0, 1), shortage), pieces, patience, window)
+    assert back == [(1, "gone back, for not even the smallest micro-batch fits there")]
+    assert contest.best is None
+    assert not contest.is_allowed
+    assert step.tuner.micro_batch == 2, "what was known of sizes is true again"
