@@ -99,7 +99,7 @@ def not_finite(step: int, loss: float) -> Notice:
     return Notice(
         cause=f"The loss of window {step} is {loss}",
         consequence="The step was taken, and the parameters may not be finite any more",
-        cure="Lower lr, pass clip_norm, or look for log(0) or a division by 0 in the loss",
+        cure="Look for NaN in the data and for log(0) or a division by 0 in the loss; else lower lr, or pass clip_norm",
     )
 
 

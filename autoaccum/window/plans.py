@@ -276,8 +276,8 @@ class Plans:
             best, self._known_best = Best(seconds or 0.0, most, 0), tuner.state_dict()
         known, told, rungs = self._known_best, None, -1 if may_rise else best.rungs + 1
         why = (
-            f"tried, for with {'less to compute' if may_rise else 'more at a time'} a sample may take less than the "
-            f"{_shown(best.seconds)} that it {'takes now' if is_best else 'took before'}, in micro-batches of "
+            f"tried, for with {'less to compute' if may_rise else 'more at a time'} {self._unit} may take less than "
+            f"the {_shown(best.seconds)} that it {'takes now' if is_best else 'took before'}, in micro-batches of "
             f"{best.most}"
         )
         if may_rise:
@@ -289,7 +289,7 @@ class Plans:
             contest.begin(best._replace(rungs=rungs))
             self._known_best = known
         elif has_lost:
-            self._go_back(best, _lost(best, seconds), batch)
+            self._go_back(best, _lost(best, seconds, self._unit), batch)
         else:
             contest.close(most if is_below else 0)
 
@@ -304,8 +304,13 @@ class Plans:
         # Of samples of different lengths nobody knows how many the largest micro-batch may have.
         if contest.best is None or window.lengths is not None or not contest.has_lost(self._tuner.largest):
             return False
-        self._go_back(contest.best, _lost(contest.best, contest.seconds), batch)
+        self._go_back(contest.best, _lost(contest.best, contest.seconds, self._unit), batch)
         return True
+
+    @property
+    def _unit(self) -> str:
+        """Return what times of rungs are of: of samples that differ in length, of their length."""
+        return "a sample" if self._tuner.full_window[1] is None else "a unit of a sample's length"
 
     def gives_up(self, batch: Callable[[], Any]) -> bool:
         """Come back from a rung that is tried, on which not even the smallest micro-batch fits; return whether it has.
@@ -337,11 +342,11 @@ class Plans:
             self.announce(*tuner.full_window)
 
 
-def _lost(best: Best, seconds: float | None) -> str:
+def _lost(best: Best, seconds: float | None, unit: str) -> str:
     """Return in words why a rung has lost against the best one; None: it was not timed, for it cannot win."""
     if seconds is None:
         return "there was room for no more samples at a time than before, and each takes more to compute"
-    return f"a sample took {_shown(seconds)}, and {_shown(best.seconds)} before, in micro-batches of {best.most}"
+    return f"{unit} took {_shown(seconds)}, and {_shown(best.seconds)} before, in micro-batches of {best.most}"
 
 
 def _shown(seconds: float) -> str:

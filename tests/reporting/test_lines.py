@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any, get_args
 
 import pytest
@@ -68,6 +69,11 @@ LINES: dict[Any, str | None] = {
     verified(1.4e-7, tensor="net.bias"): (
         "step 1: cut windows have the gradient of whole ones: 1.4e-07 off (2e-05 allowed), measured on 6 samples cut "
         "1+2+3, 3+2+1, 2+2+2, by items"
+    ),
+    # One that only a measurement in 64 bits has shown to be rounding.
+    dataclasses.replace(verified(3.4e-5), tolerance=3.4e-5): (
+        "step 1: cut windows have the gradient of whole ones: 3.4e-05 off (for rounding: it is right in 64 bits), measured on "
+        "6 samples cut 1+2+3, 3+2+1, 2+2+2, by items"
     ),
     verified(0.27, step=3, tensor="net.bias"): (
         "step 3: cut windows have another gradient: 2.7e-01 off, the most in net.bias (2e-05 allowed), measured on 6 "
