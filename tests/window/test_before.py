@@ -118,13 +118,6 @@ class TestRows:
         with pytest.raises(ArgumentError, match=r"^before_window=.*'best'.*with 4 rows for 6 samples.*x\[None\]"):
             made.begin(Rows(6)).micro_batch(0, 3)
 
-    def test_one_that_asks_for_the_model_is_told_what_it_is_given(self) -> None:
-        def mixed(model: Any, batch: Any) -> Any:
-            return batch
-
-        with pytest.raises(ArgumentTypeError, match=r"^before_window=.*It is not given the model, but.*in_pieces"):
-            before_window_of(mixed, None, lambda model, batch, shared: shared)
-
     def test_what_it_keeps_moves_once(self) -> None:
         calls: list[int] = []
         total = 0
@@ -395,3 +388,11 @@ class TestStretch:
         found = self.stretch().samples([3, 0])
         assert found.tolist() == [1.0, 4.0]
         assert found.device.type == "cpu"
+
+
+def test_one_that_asks_for_the_model_is_told_what_it_is_given() -> None:
+    def mixed(model: Any, batch: Any) -> Any:
+        return batch
+
+    with pytest.raises(ArgumentTypeError, match=r"^before_window=.*It is not given the model, but.*in_pieces"):
+        before_window_of(mixed, None, lambda model, batch, shared: shared)

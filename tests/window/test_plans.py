@@ -6,14 +6,18 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from torch.nn.functional import cross_entropy
 
+import autoaccum
 from autoaccum.errors import NothingFitsError
 from autoaccum.events import Event, MemorySaving, Notice, Planned, Replanned
 from autoaccum.memory.waiting import Shortage
 from autoaccum.planning.attempts import Piece
 from autoaccum.planning.contest import Best
+from autoaccum.planning.tuner import Tuner
+from autoaccum.testing import simulated_memory
 from autoaccum.window.step import Failure
-from tests.models import mlp
+from tests.models import classes, mlp
 from tests.window.making import step_of
 
 
@@ -180,3 +184,20 @@ def test_a_rung_that_is_tried_and_holds_not_even_the_smallest_is_left_for_the_on
     assert contest.best is None
     assert not contest.is_allowed
     assert step.tuner.micro_batch == 2, "what was known of sizes is true again"
+
+
+def test_no_search_learns_from_windows_where_the_limit_is_enforced(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of their trials it knows more than of a window, in which each piece may be another trial."""
+    was_searching: list[bool] = []
+
+    def ran_within(tuner: Tuner, *_: Any) -> None:
+        was_searching.append(tuner.search.is_on)
+
+    monkeypatch.setattr(Tuner, "ran_within", ran_within)
+    with simulated_memory(60 * 2**10):
+        autoaccum.fit(
+            mlp(), classes(512), effective_batch=64, loss_fn=cross_entropy, device="cpu", progress=False, cache=False,
+            verify=False, epochs=1,
+        )  # fmt: skip
+    assert was_searching
+    assert not any(was_searching)

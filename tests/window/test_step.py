@@ -14,8 +14,6 @@ from autoaccum.errors import AutoaccumWarning, LossSideEffectError, NonFiniteLos
 from autoaccum.events import Event, Notice, Planned, Replanned, StepSkipped
 from autoaccum.loss.functions import loss_function
 from autoaccum.memory.devices import memory_of
-from autoaccum.planning.tuner import Tuner
-from autoaccum.testing import simulated_memory
 from autoaccum.training.accumulator import _Batch
 from autoaccum.verification.examiner import Examination
 from autoaccum.window.step import Step
@@ -231,20 +229,3 @@ def test_one_sample_that_is_no_number_ends_the_run_before_the_first_step(micro_b
             progress=False, cache=False, shuffle=False,
         )  # fmt: skip
     assert [p.tolist() for p in model.parameters()] == before
-
-
-def test_no_search_learns_from_windows_where_the_limit_is_enforced(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of their trials it knows more than of a window, in which each piece may be another trial."""
-    was_searching: list[bool] = []
-
-    def ran_within(tuner: Tuner, *_: Any) -> None:
-        was_searching.append(tuner.search.is_on)
-
-    monkeypatch.setattr(Tuner, "ran_within", ran_within)
-    with simulated_memory(60 * 2**10):
-        autoaccum.fit(
-            mlp(), classes(512), effective_batch=64, loss_fn=cross_entropy, device="cpu", progress=False, cache=False,
-            verify=False, epochs=1,
-        )  # fmt: skip
-    assert was_searching
-    assert not any(was_searching)
