@@ -72,8 +72,8 @@ def _problem(samples: Sequence[Any]) -> str | None:
     """Return what is wrong with samples that could not be collated; None where it is not known."""
     # All of the micro-batch, for one sample in a million may be None.
     parts = [dict(_parts(sample, "")) for sample in samples]
-    for name in (name for part in parts for name, value in part.items() if value is None):
-        which = f"{name} of a sample" if name else "a sample"
+    if nones := [name for part in parts for name, value in part.items() if value is None]:
+        which = f"{nones[0]} of a sample" if nones[0] else "a sample"
         return f"{which} is None. Let the dataset leave it out, or put a number in its place, or pass a collate_fn."
     forms = list(dict.fromkeys(map(_form, samples)))
     if len(forms) > 1:

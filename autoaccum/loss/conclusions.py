@@ -95,9 +95,8 @@ def doubt_of_unknown(reductions: Sequence[Reduction]) -> Doubt | None:
     for reduction in reductions:
         unknown = sorted({_in_words(term) for term in reduction.terms if term.kind == "unknown"})
         if unknown:
-            return f"its graph leads to {' and '.join(unknown)}, which says nothing of it", _ROOT if _OF_ROOTS & {
-                *unknown
-            } else _COUNT
+            cure = _COUNT if _OF_ROOTS.isdisjoint(unknown) else _ROOT
+            return f"its graph leads to {' and '.join(unknown)}, which says nothing of it", cure
     return None
 
 

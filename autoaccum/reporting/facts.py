@@ -354,9 +354,9 @@ def _verified(run: Run) -> Answer:
         f"cut windows were measured against whole ones {_times(len(errors))}, and were off by {errors[worst]:.1e} at "
         f"most, "
     )
-    # What is right in 64 bits alone is taken for the tolerance itself.
+    # What passes only for rounding, as 64 bits or other orders show, is taken for the tolerance itself.
     is_rounded = errors[worst] == allowed[worst]
-    text += "for rounding: in 64 bits they are right." if is_rounded else f"where {allowed[worst]:.0e} is allowed."
+    text += "for rounding, as was measured." if is_rounded else f"where {allowed[worst]:.0e} is allowed."
     # A measurement that fails is followed by others of what the run does about it, which the notices tell.
     if failed:
         text += f" {_many(failed, 'measurement')} failed, the last in step {measured['step'][errors > allowed][-1]:,}."

@@ -209,9 +209,9 @@ def verified_text(event: Verified) -> str:
     by = event.hypothesis if event.hypothesis in WORDS else in_words(event.hypothesis)
     if event.passed and by == "sum and penalties":
         by += " (terms of the parameters alone count once a window; in the loss that is reported, once a micro-batch)"
-    # What passes only for that is taken for the tolerance itself.
+    # What passes only for rounding, as 64 bits or other orders show, is taken for the tolerance itself.
     is_rounded = event.passed and event.error == event.tolerance
-    allowed = "for rounding: it is right in 64 bits" if is_rounded else f"{event.tolerance:.0e} allowed"
+    allowed = "for rounding, as was measured" if is_rounded else f"{event.tolerance:.0e} allowed"
     return (
         f"step {event.step}: {verdict}: {event.error:.1e} off{where} ({allowed}), measured on "
         f"{event.samples} samples cut {cuts}, by {by}"

@@ -144,7 +144,8 @@ def refuse_few(num_samples: int, smallest: int) -> None:
     if num_samples < fewest:
         why = "they are run whole, and in parts"
         if smallest > 1:
-            why = f"a part needs {smallest} where BatchNorm trains, by groups that are no larger here"
+            groups = f", in groups of {smallest} here" if smallest > 2 else ""
+            why = f"a part needs {smallest} where BatchNorm trains{groups}"
         cure = f"Pass more of them, {max(MOST, 3 * smallest)} at best: {why}."
         found = f"{num_samples} sample{'s' if num_samples != 1 else ''}"
         raise ArgumentError("batch", found, f"at least {fewest} samples", cure)

@@ -70,9 +70,9 @@ LINES: dict[Any, str | None] = {
         "step 1: cut windows have the gradient of whole ones: 1.4e-07 off (2e-05 allowed), measured on 6 samples cut "
         "1+2+3, 3+2+1, 2+2+2, by items"
     ),
-    # One that only a measurement in 64 bits has shown to be rounding.
+    # One that a further measurement has shown to be rounding.
     dataclasses.replace(verified(3.4e-5), tolerance=3.4e-5): (
-        "step 1: cut windows have the gradient of whole ones: 3.4e-05 off (for rounding: it is right in 64 bits), measured on "
+        "step 1: cut windows have the gradient of whole ones: 3.4e-05 off (for rounding, as was measured), measured on "
         "6 samples cut 1+2+3, 3+2+1, 2+2+2, by items"
     ),
     verified(0.27, step=3, tensor="net.bias"): (
