@@ -396,7 +396,7 @@ class LimitBelowModelError(MemoryLimitError):
             what, cure = f"the process, and {format_bytes(model_bytes)} by parameters and gradients", ""
         super().__init__(
             f"memory_limit: {format_bytes(limit_bytes)} may be used, but {needed}are needed before the first sample "
-            f"({what}). Allow more than {format_bytes(needed_bytes)}{cure}.",
+            f"({what}). Allow {format_bytes(needed_bytes)} and what a sample takes{cure}.",
             micro_batch=None,  # no sample was tried
             peak_bytes=needed_bytes,
             limit_bytes=limit_bytes,

@@ -98,11 +98,12 @@ class Metrics:
             # In the precision of the loss, so that both are of the same outputs.
             with torch.no_grad(), self._autocast():
                 if self._of == "training_step":
-                    values = _called(function, self._model, batch.tree())
+                    values = _called(name, function, self._model, batch.tree(), has_model=True)
                 else:
                     outputs = outputs or SharedTree(self._forward(batch.tree()))
                     tree = batch.tree()
-                    values = function(outputs.tree(), tree[1] if self._of == "loss_fn" else tree)
+                    beside = tree[1] if self._of == "loss_fn" else tree
+                    values = _called(name, function, outputs.tree(), beside, has_model=False)
             total, count = _summed(name, values)
             # A tensor on the device: to read it here would wait for the device in every micro-batch.
             before = self._sums.get(name)
@@ -205,12 +206,14 @@ class Metrics:
         return call_on_batch(self._model, batch)
 
 
-def _called(function: Metric, model: Any, batch: Any) -> torch.Tensor:
-    """Return what a function makes of a model and a batch; say so where it has taken them for outputs and targets."""
+def _called(name: str, function: Metric, outputs: Any, batch: Any, *, has_model: bool) -> torch.Tensor:
+    """Return what a function makes of outputs, or of a model, and a batch; name it where it fails."""
     try:
-        return function(model, batch)
-    except (AttributeError, TypeError) as error:
-        error.add_note("Beside a training_step a metric is called with (model, batch).")
+        return function(outputs, batch)
+    except Exception as error:
+        error.add_note(f"It was raised by metrics[{name!r}].")
+        if has_model and isinstance(error, AttributeError | TypeError):  # it took them for outputs and targets
+            error.add_note("Beside a training_step a metric is called with (model, batch).")
         raise
 
 

@@ -297,7 +297,7 @@ class Validator:
         return [] if isinstance(said, RanOut) else said  # training will say
 
     def try_metrics(self, metrics: Metrics) -> None:
-        """Call each function on one sample and on two, of which nothing remains: what is wrong is said before training.
+        """Call each function on 1 to 3 samples, of which nothing remains: what is wrong is said before training.
 
         Raises:
             ArgumentError: a function returned no tensor of values.
@@ -326,6 +326,8 @@ class Validator:
                     metrics.measure(SharedTree(two), lambda: self._source.example(2 * few))
                     return
                 metrics.check(two, 2 * few)
+                # What is compared with one row, or with two classes, is broadcast by chance; of three it is not.
+                metrics.measure(SharedTree(self._source.example(3 * few)), lambda: self._source.example(3 * few))
                 self._try_padding(metrics, few)
         except EmptyDatasetError:
             raise EmptyDatasetError("validation_data", _NOTHING) from None

@@ -67,12 +67,13 @@ def above_limit(limit_bytes: int, least_bytes: int) -> Notice:
     )
 
 
-def over_limit(step: int, peak_bytes: int, limit_bytes: int) -> Notice:
-    """Say that a window has taken more than it may, on a device that refuses nothing."""
+def over_limit(step: int, peak_bytes: int, limit_bytes: int, *, is_expected: bool = False) -> Notice:
+    """Say that a window has taken more than it may, or is expected to, on a device that refuses nothing."""
+    takes = "is expected to take" if is_expected else "took"
     return Notice(
-        cause=f"Window {step} took {format_bytes(peak_bytes)} where the limit is {format_bytes(limit_bytes)}",
+        cause=f"Window {step} {takes} {format_bytes(peak_bytes)} where the limit is {format_bytes(limit_bytes)}",
         consequence="On this device nothing but the plan keeps it, which is made smaller where that happens twice",
-        cure="Pass a lower memory_limit, or a larger headroom, where that is too much",
+        cure="Pass a lower memory_limit or a larger headroom if that is too much; allow more if nothing smaller fits",
     )
 
 

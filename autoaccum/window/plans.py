@@ -92,6 +92,8 @@ class Plans:
         """What was announced for full windows, so that the same is not announced twice; empty before the first."""
         self.growing_from: int | None = None
         """The weight that plans were made of when growth began; None while nothing grows."""
+        # Whether the last window passed the limit.
+        self._was_over = False
         # What was known of sizes on the best rung so far, while another is tried: there it is true again.
         self._known_best: dict[str, Any] | None = None
 
@@ -130,9 +132,14 @@ class Plans:
             self.replanned(sizes, smaller, "above what the limit leaves without the headroom")
 
     def tell_over(self, peak_bytes: int) -> None:
-        """Say once that a window has clearly passed the limit, which nobody else keeps; a trial may do so, too."""
-        if not self._limit.is_enforced and peak_bytes > CLEARLY_OVER * self._limit.bytes:
-            self._announcer.say_once(notices.over_limit(self._number() + 1, peak_bytes, self._limit.bytes))
+        """Say once that a window has passed the limit, which nobody else keeps, clearly or after one that had too.
+
+        A trial may do so as well.
+        """
+        limit_bytes = self._limit.bytes
+        before, self._was_over = self._was_over, peak_bytes > limit_bytes
+        if not self._limit.is_enforced and peak_bytes > (1 if before else CLEARLY_OVER) * limit_bytes:
+            self._announcer.say_once(notices.over_limit(self._number() + 1, peak_bytes, limit_bytes))
 
     def settled(self, num_samples: int, lengths: Lengths = None) -> None:
         """Tell how windows are cut, now that the search, or the timing of plans, has ended."""
@@ -182,6 +189,9 @@ class Plans:
         # Trials begin from released memory, and windows from what the process holds by now, its heap's rests included.
         if predicted is not None and not self._limit.is_enforced:
             predicted = max(predicted, self._memory.used())
+            if predicted > self._limit.bytes:
+                told = notices.over_limit(self._number() + 1, predicted, self._limit.bytes, is_expected=True)
+                self._announcer.say_once(told)
         # With what it is expected to take, so that the record shows how good the memory model was.
         self._emit(
             Planned(

@@ -22,7 +22,7 @@ from transformers.modeling_outputs import CausalLMOutput
 import autoaccum
 from autoaccum.cli.app import main
 from autoaccum.errors import ArgumentError, ArgumentTypeError, DataError, EmptyDatasetError, NothingFitsError
-from autoaccum.events import Notice, OutOfMemory, Started, Validated
+from autoaccum.events import Notice, OutOfMemory, Started, StepReport, Validated
 from autoaccum.reporting import load_run, read_records
 from autoaccum.testing import simulated_memory
 from autoaccum.training.metrics import SharedTree
@@ -149,13 +149,13 @@ class TestValue:
                 metrics={"accuracy": watching},
             )  # fmt: skip
         (event,) = validated(result)
-        sizes = [len(values) for values in seen[4:]]  # the first four are of the try at the start
+        sizes = [len(values) for values in seen[5:]]  # the first five are of the try at the start
         assert sum(sizes) == 200
         assert len(set(sizes)) > 2
         with torch.no_grad():
             expected = correct(result.model(data[0]), data[1]).double().mean().item()
         assert event.metrics == {"accuracy": expected}
-        of_means = np.mean([values.double().mean().item() for values in seen[4:]])
+        of_means = np.mean([values.double().mean().item() for values in seen[5:]])
         assert abs(of_means - expected) > 0.005
 
     @pytest.mark.device
@@ -307,7 +307,7 @@ class TestForward:
 
         result = fit(model=model, loss_fn=by_numpy, metrics={"accuracy": metric})
         assert model.sizes == [1] * 3 + [1, 2, 4, 4], "three ways that fail, and the last one"
-        assert calls == [1, 2, 1, 1, 1, 2, 4, 4], "the first four are of the try at the start"
+        assert calls == [1, 2, 1, 1, 3, 1, 2, 4, 4], "the first five are of the try at the start"
         assert sum(isinstance(event, Notice) for event in result.events) == 1
         with torch.no_grad():
             expected = correct(result.model(data[0]), data[1]).double().mean().item()
@@ -694,4 +694,18 @@ def test_what_a_metric_is_called_with_is_said_where_it_takes_that_for_outputs() 
             mlp(), classes(8), effective_batch=4, device="cpu", progress=False, validation_data=classes(8),
             training_step=lambda model, batch: cross_entropy(model(batch[0]), batch[1]), metrics={"right": all_right},
         )  # fmt: skip
-    assert "Beside a training_step a metric is called with (model, batch)." in raised.value.__notes__
+    assert raised.value.__notes__ == [
+        "It was raised by metrics['right'].",
+        "Beside a training_step a metric is called with (model, batch).",
+    ]
+
+
+def test_what_is_broadcast_by_chance_for_one_sample_and_for_two_is_said_before_training_with_its_name() -> None:
+    steps: list[int] = []
+    with pytest.raises(RuntimeError, match="size of tensor") as raised:
+        fit(
+            metrics={"right": correct, "near": lambda outputs, targets: outputs[:, :2] == targets},
+            callbacks=[lambda event: steps.append(1) if isinstance(event, StepReport) else None],
+        )  # fmt: skip
+    assert steps == []
+    assert raised.value.__notes__[0] == "It was raised by metrics['near']."

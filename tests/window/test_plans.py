@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from types import SimpleNamespace
 from typing import Any
 
@@ -139,6 +140,8 @@ def test_a_window_that_has_clearly_passed_the_limit_is_told_once() -> None:
     step = made_of(events)
     step.plans._limit = SimpleNamespace(bytes=1000, is_enforced=False)
     step.plans.tell_over(1050)
+    step.plans.tell_over(1000)
+    step.plans.tell_over(1050)
     step.plans._limit.is_enforced = True
     step.plans.tell_over(2000)
     assert events == []
@@ -147,6 +150,31 @@ def test_a_window_that_has_clearly_passed_the_limit_is_told_once() -> None:
         step.plans.tell_over(1051)
     step.plans.tell_over(2000)
     assert len(events) == 1
+
+
+def test_two_windows_in_a_row_that_have_passed_the_limit_are_told() -> None:
+    events: list[Event] = []
+    step = made_of(events)
+    step.plans._limit = SimpleNamespace(bytes=1000, is_enforced=False)
+    step.plans.tell_over(1001)
+    assert events == []
+    with pytest.warns(UserWarning, match="Window 1 took 1001 B where the limit is 1000 B"):
+        step.plans.tell_over(1001)
+
+
+@pytest.mark.parametrize("used", [1000, 1001])
+def test_a_plan_that_is_expected_to_pass_the_limit_is_told(used: int) -> None:
+    events: list[Event] = []
+    step = made_of(events, micro_batch=None)
+    step.plans._limit = SimpleNamespace(bytes=1000, is_enforced=False)
+    step.plans._memory = SimpleNamespace(used=lambda: used)
+    for size in (1, 2, 4):
+        step.tuner.observe(size, 100 + 100 * size)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        step.plans.announce(4)
+    causes = [event.cause for event in events if isinstance(event, Notice)]
+    assert causes == (["Window 1 is expected to take 1001 B where the limit is 1000 B"] if used > 1000 else [])
 
 
 @pytest.mark.parametrize("fails", ["trial", "window"])
