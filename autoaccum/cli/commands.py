@@ -101,13 +101,11 @@ def _estimate(recipe: Recipe, /, *, settings: Settings = None, json: Json = Fals
 
 def _data_of(arguments: Mapping[str, Any]) -> Any:
     """Return a recipe's data as ``check`` takes data: it takes a list for one batch, and refuses what is read once."""
-    from autoaccum.data import lists  # not sooner: to help takes no torch
+    from autoaccum.data.sources import holds_samples  # not sooner: to help takes no torch
 
     data: Any = arguments.get("data")
-    # As fit reads lists: whoever collates has samples, and whoever says how batches are cut has batches.
-    if isinstance(data, list) and data and arguments.get("split") is None:
-        are_samples = arguments.get("collate_fn") is not None or lists.read(data).are_samples
-        return _Samples(data) if are_samples else _Batches(data)
+    if holds_samples(data, collate_fn=arguments.get("collate_fn"), split=arguments.get("split")):
+        return _Samples(data)
     # The recipe is asked anew by the next command, so nobody misses what is read here.
     return _Batches(data) if isinstance(data, list) or hasattr(data, "__next__") else data
 

@@ -62,7 +62,7 @@ class Kept:
         drawn = f"to look at it: {self.report_command}"
         if self.is_finished and self.is_bounded:
             return [f"kept in {place}; its lr_scheduler has ended, so that no larger budget goes on from it", drawn]
-        goes_on = "to go on with a larger budget" if self.is_finished else "to go on"
+        goes_on = "to go on, raise the budget" if self.is_finished else "to go on"
         return [f"kept in {place}, {goes_on}: {self.resume_command}", drawn]
 
 
@@ -154,7 +154,7 @@ def sweep_lines(directory: str | os.PathLike[str], storage: str | None, study: s
         is_finished: whether it has as many trials as were asked for.
     """
     place = os.fspath(directory)
-    goes_on = "to go on with more --trials" if is_finished else "the same command goes on"
+    goes_on = "to go on, raise --trials" if is_finished else "the same command goes on"
     drawn = ["autoaccum", "report", *([place] if storage is None else [storage, "--study", study])]
     return [
         f"kept in {place}{'' if storage is None else f' and {storage}'}, {goes_on}: {_started_as(typed.get())}",

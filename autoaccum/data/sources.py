@@ -94,12 +94,8 @@ def open_source(
         return StreamSource([data], collate=None, seed=seed, device=device, argument=argument, split=split)
     if isinstance(data, list) and not data:
         raise EmptyDatasetError(argument, "it is an empty list.")
-    # Whoever says how batches are cut has batches; whoever collates has samples.
-    if isinstance(data, list) and not is_said(split) and (collate_fn is not None or lists.read(data, argument)[0]):
-        is_dataset = True
-    else:
-        is_dataset = isinstance(data, Dataset) or _is_dataset(data)
-    if is_dataset:
+    is_list = holds_samples(data, collate_fn=collate_fn, split=split, argument=argument)
+    if is_list or isinstance(data, Dataset) or _is_dataset(data):
         return _open_dataset(
             data,
             order=_plain_order(_length(data, argument), seed, shuffle, argument),
@@ -152,6 +148,18 @@ def _open_loader(
         loader_options=options,
         budget_bytes=budget_bytes,
     )
+
+
+def holds_samples(data: Any, *, collate_fn: Any, split: Any, argument: str = "data") -> bool:
+    """Return whether data is a list of samples: whoever collates has these, and whoever says a split has batches.
+
+    Raises:
+        AmbiguousBatchError: its entries may be images, or as many samples as these have channels.
+        DataError: they are the parts of one batch.
+    """
+    if not isinstance(data, list) or not data or is_said(split):
+        return False
+    return collate_fn is not None or lists.read(data, argument).are_samples
 
 
 def _is_dataset(data: object) -> bool:

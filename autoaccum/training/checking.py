@@ -50,6 +50,7 @@ from autoaccum.window.batch_norm import refuse_unseen, statistics_of
 from autoaccum.window.before import SharedStretch, before_window_of, counting, loss_alone, sharing_of
 from autoaccum.window.job import Job
 from autoaccum.window.optimizers import trainable_parameters
+from autoaccum.window.raised import tell_micro_batch
 from autoaccum.window.state import State
 from autoaccum.window.surroundings import surroundings_of
 
@@ -299,7 +300,11 @@ class _Check:
     def _look_at_whole(self, positions: Sequence[int]) -> None:
         """Run samples forward as training would, and fail as it would."""
         batch = self._batch(positions)
-        loss = total(SideEffects(self._parameters).refuse_in(partial(self._job.loss_of, self._job.model, batch)))
+        try:
+            loss = total(SideEffects(self._parameters).refuse_in(partial(self._job.loss_of, self._job.model, batch)))
+        except Exception as error:
+            tell_micro_batch(error, lambda: batches.flatten(batch)[0], len(positions), " that are checked")
+            raise
         # Of what holds no items a mean is NaN, and counts for nothing.
         if read(loss, len(positions)).items and not math.isfinite(value := loss.item()):
             raise NonFiniteLossError(value)

@@ -116,7 +116,7 @@ def binding(
     takes_any = any(parameter.kind is parameter.VAR_KEYWORD for parameter in settable.values())
     for name, value in parameters.items():
         if name not in settable and not takes_any:
-            listed = ", ".join(str(parameter.replace(annotation=parameter.empty)) for parameter in settable.values())
+            listed = ", ".join(map(_listed, settable.values()))
             takes = f"takes {listed}" if listed else "takes none"
             cure = _suggest(name, list(settable)).strip()
             accepted = f"a parameter of the recipe {recipe}, which {takes}"
@@ -132,6 +132,12 @@ def binding(
         yield bound
     finally:
         passed.reset(token)
+
+
+def _listed(parameter: inspect.Parameter) -> str:
+    """Return a parameter's name and default, not as ``lr=1``, which a command would tell as its own option."""
+    default = "" if parameter.default is parameter.empty else f" ({parameter.default!r})"
+    return f"{parameter.name!r}{default}"
 
 
 def _settable(function: Callable[..., Any]) -> dict[str, inspect.Parameter]:

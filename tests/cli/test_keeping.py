@@ -38,7 +38,7 @@ def test_a_run_is_kept_by_default_and_gone_on_with_as_it_says(
     begun, _, _, kept, drawn = capsys.readouterr().err.splitlines()
     assert begun == f"keeping the run in {place}: --run-dir {place} goes on with it"
     resume = shlex.join(["autoaccum", "fit", recipe, *PLAIN, "--epochs", "2", "--run-dir", str(place)])
-    assert kept == f"kept in {place}, to go on with a larger budget: {resume}"
+    assert kept == f"kept in {place}, to go on, raise the budget: {resume}"
     assert drawn == f"to look at it: autoaccum report {place}"
     assert main([*shlex.split(resume.replace("--epochs 2", "--epochs 3"))[1:], "--json"]) == 0
     further = json.loads(capsys.readouterr().out)

@@ -87,7 +87,7 @@ def test_what_the_recipe_does_not_take_is_refused_with_what_it_takes(
     recipe: str, tiny: Callable[..., str], capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["fit", recipe, "--set", "widht=3", *QUIET]) == 2
-    expected = f"--set widht=3: expected a parameter of the recipe {recipe}, which takes width=8, bias=True, note='x'. "
+    expected = f"--set widht=3: expected a parameter of the recipe {recipe}, which takes 'width' (8), 'bias' (True), 'note' ('x'). "
     assert capsys.readouterr().err == f"error: {expected}Did you mean 'width'?\n"
     assert main(["fit", tiny("'effective_batch': 8,"), "--set", "width=3", *QUIET]) == 2
     assert "which takes none." in capsys.readouterr().err

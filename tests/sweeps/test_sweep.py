@@ -600,7 +600,7 @@ def test_the_command_says_where_the_sweep_is_kept(
     kept, drawn = capsys.readouterr().err.splitlines()[-2:]
     also = " and journal:trials.log" if storage else ""
     command = shlex.join(["autoaccum", *given])
-    assert kept == f"kept in sweeps/digits{also}, to go on with more --trials: {command}"
+    assert kept == f"kept in sweeps/digits{also}, to go on, raise --trials: {command}"
     assert drawn.startswith("to look at it: autoaccum report ")
     assert main([*shlex.split(drawn)[5:]]) == 0
     capsys.readouterr()

@@ -203,6 +203,15 @@ class TestNoTrace:
         assert_same(everything(model), before)
         assert (model.calls, model.log) == (0, [])
 
+    def test_an_error_names_the_samples_and_shows_no_frame_of_ours(self) -> None:
+        inputs, targets = classes(12, DOUBLE)
+        with pytest.raises(IndexError, match="Target 9") as raised:
+            check(mlp(DOUBLE), (inputs, targets + 9))
+        note = "It was raised for a micro-batch of 6 samples that are checked, of tensors (6, 8), (6,) from 9 to 11."
+        assert raised.value.__notes__ == [note]
+        modules = [entry.frame.f_globals["__name__"] for entry in raised.traceback]
+        assert not [name for name in modules if name.startswith("autoaccum")]
+
     def test_lazy_layers_are_unbuilt_again(self) -> None:
         calls: list[int] = []
         head = nn.Linear(3, 3, dtype=DOUBLE)
