@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
+from importlib.util import find_spec
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,10 @@ SECONDS_A_STEP = 1 / 32
 """More than any memory's ``reading_seconds``: it is looked at before every window, however fast the machine is."""
 
 _numbers = count()
+
+# Not --doctest-ignore-import-errors, with which pytest takes a file of tests that cannot be imported for an empty one.
+_NEEDS = {"transformers.py": "transformers", "trainer_*.py": "transformers", "lightning*.py": "lightning"}
+collect_ignore_glob = [f"autoaccum/integrations/{files}" for files, name in _NEEDS.items() if find_spec(name) is None]
 
 
 def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:

@@ -3,6 +3,6 @@
 from __future__ import annotations
 
 from autoaccum.training.averaging import EMA
-from autoaccum.training.plateaus import EarlyStopping, ReduceOnPlateau
+from autoaccum.training.plateaus import EarlyStopping, KeepBest, ReduceOnPlateau
 
-__all__ = ["EMA", "EarlyStopping", "ReduceOnPlateau"]
+__all__ = ["EMA", "EarlyStopping", "KeepBest", "ReduceOnPlateau"]

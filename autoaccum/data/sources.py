@@ -157,6 +157,7 @@ def holds_samples(data: Any, *, collate_fn: Any, split: Any, argument: str = "da
         AmbiguousBatchError: its entries may be images, or as many samples as these have channels.
         DataError: they are the parts of one batch.
     """
+    # Of an empty one nothing can be told: it is refused as that.
     if not isinstance(data, list) or not data or is_said(split):
         return False
     return collate_fn is not None or lists.read(data, argument).are_samples

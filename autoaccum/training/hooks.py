@@ -12,6 +12,7 @@ from typing import Any
 
 from autoaccum import _checks
 from autoaccum._kinds import a, anything, entries, every, whole
+from autoaccum.errors import ArgumentError
 from autoaccum.events import Notice
 from autoaccum.reporting.progress import Teller
 from autoaccum.training.options import FitArguments
@@ -24,7 +25,9 @@ class Ready:
     """A callback of this package, which refuses what it cannot do before training begins."""
 
     has_to_be_everywhere = False
-    """Whether it changes what is trained, and so has to be the same on all ranks."""
+    """Whether it changes what is trained or kept, and so has to be the same on all ranks."""
+    judges = False
+    """Whether it tells which validation is the best."""
 
     def check(self, arguments: FitArguments) -> None:
         """Raise an ``ArgumentError`` where a run of these arguments is none for it."""
@@ -56,6 +59,18 @@ class Hooks:
         if arguments is not None:
             for callback in self._ready:
                 callback.check(arguments)
+
+    def judge(self) -> Any:
+        """Return the one that tells which validation is the best; None where that is the one of the lowest loss.
+
+        Raises:
+            ArgumentError: there are several.
+        """
+        found = [callback for callback in self._ready if callback.judges]
+        if len(found) > 1:
+            names = ", ".join(type(callback).__name__ for callback in found)
+            raise ArgumentError("callbacks", names, "one of them", "A run has one best checkpoint.")
+        return found[0] if found else None
 
     def of_all_ranks(self) -> list[str]:
         """Return the types of those that have to be the same on all ranks, in their order."""

@@ -30,8 +30,9 @@ def load_best(
 ) -> nn.Module:
     """Put the weights of a run's best checkpoint into a model, and return it.
 
-    The best is the one of the lowest validation loss so far. ``fit`` writes it as soon as that is known, beside the
-    last ones, which a run goes on from: to load it changes nothing there, and does not wait for the run to end.
+    The best is the one of the lowest validation loss so far, or by what ``callbacks.KeepBest`` says. ``fit`` writes it
+    as soon as that is known, beside the last ones, which a run goes on from: to load it changes nothing there, and does
+    not wait for the run to end.
     No code is run by reading it. Buffers are loaded too; the model stays on its device, and in its mode.
 
     Args:
@@ -89,7 +90,7 @@ def _nothing_there(place: Path, skipped: tuple[str, ...]) -> Exception:
     # A run that has never validated has checkpoints, of which none is better than another.
     if not checkpoint.every(place / "checkpoints")[0]:
         return NoHistoryError(place, "the checkpoints of a run")
-    cure = "Pass validation_data to fit: by its loss the best is known, from the first validation on. A run that was "
+    cure = "Pass validation_data to fit: by it the best is known, from the first validation on. A run that was "
     cure += "stopped goes on from its last checkpoint when fit is called again."
     return ArgumentError("run_dir", str(place), "the directory of a run that has validated", cure)
 

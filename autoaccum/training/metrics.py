@@ -211,6 +211,7 @@ def _called(name: str, function: Metric, outputs: Any, batch: Any, *, has_model:
     try:
         return function(outputs, batch)
     except Exception as error:
+        # PyTorch's message names neither, and without our frames the traceback may show a lambda alone.
         error.add_note(f"It was raised by metrics[{name!r}].")
         if has_model and isinstance(error, AttributeError | TypeError):  # it took them for outputs and targets
             error.add_note("Beside a training_step a metric is called with (model, batch).")

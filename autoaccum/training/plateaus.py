@@ -1,6 +1,6 @@
-"""``EarlyStopping`` and ``ReduceOnPlateau``: callbacks that act once validations get no better.
+"""``EarlyStopping``, ``ReduceOnPlateau`` and ``KeepBest``: callbacks that know which validation was the best.
 
-Both count validations since the best one, and are saved in the run's checkpoints: a run that was killed and goes on
+They count validations since that one, and are saved in the run's checkpoints: a run that was killed and goes on
 stops, or slows down, after the same window. Every rank hears the same validations, and so decides the same.
 """
 
@@ -22,14 +22,14 @@ from autoaccum.training.options import FitArguments
 from autoaccum.training.synonyms import meant_by
 
 State = dict[str, Any]
+_IN_VALIDATIONS = "It is in validations."
 
 
 class Watch(Ready):
     """A callback that counts the validations since the best one."""
 
-    def __init__(self, patience: int, metric: str, mode: Literal["min", "max"], min_delta: float) -> None:
+    def __init__(self, metric: str, mode: Literal["min", "max"], min_delta: float = 0.0) -> None:
         """Set up; see the classes below for the arguments."""
-        self.patience = _checks.positive_int("patience", patience, "It is in validations.")
         self.metric = metric
         if not isinstance(metric, str):
             raise ArgumentError("metric", metric, "'loss', or the name of one of the run's metrics")
@@ -134,11 +134,54 @@ class Watch(Ready):
         self.best, self.num_bad = state["best"], state["num_bad"]
 
 
+class KeepBest(Watch):
+    """What the best checkpoint of a run goes by, which ``autoaccum.load_best`` reads: a callback.
+
+    Without it that is the checkpoint of the lowest validation loss. Of several that are as good the first is kept.
+
+    >>> KeepBest("accuracy", "max").metric
+    'accuracy'
+    """
+
+    has_to_be_everywhere = True
+    judges = True
+
+    def __init__(self, metric: str, mode: Literal["min", "max"]) -> None:
+        """Set up.
+
+        Args:
+            metric: what to go by: ``"loss"``, or a name in what validations report.
+            mode: ``"min"`` where lower is better, ``"max"`` where higher is.
+
+        Raises:
+            ArgumentError: an argument cannot be used.
+        """
+        # Neither has a default: by a metric whose direction was forgotten the worst checkpoint would be kept.
+        super().__init__(metric, mode)
+
+    def check(self, arguments: FitArguments) -> None:
+        """Refuse a run without validations, or without checkpoints.
+
+        Raises:
+            ArgumentError: there is no validation_data, no such name, or no run_dir.
+        """
+        super().check(arguments)
+        if arguments.run_dir is None:
+            cure = "Checkpoints are kept there: pass where they go."
+            raise ArgumentError("callbacks", type(self).__name__, "run_dir beside it", cure)
+
+    @property
+    def is_best(self) -> bool:
+        """Whether the last validation is better than all before it."""
+        return self.best is not None and not self.num_bad
+
+
 class EarlyStopping(Watch):
     """An end of the run once validations have not got better for some time: a callback.
 
-    The run ends after that validation, with its last checkpoint; ``autoaccum.load_best`` has the best weights. The same
-    call made again stops at once; with more patience it goes on.
+    The run ends after that validation, with its last checkpoint; ``autoaccum.load_best`` has the weights of the lowest
+    loss, or those of the best metric where there is a ``KeepBest`` beside it. The same call made again stops at once;
+    with more patience it goes on.
 
     >>> EarlyStopping(patience=3, metric="accuracy", mode="max").patience
     3
@@ -163,7 +206,8 @@ class EarlyStopping(Watch):
         Raises:
             ArgumentError: an argument cannot be used.
         """
-        super().__init__(patience, metric, mode, min_delta)
+        self.patience = _checks.positive_int("patience", patience, _IN_VALIDATIONS)
+        super().__init__(metric, mode, min_delta)
 
     def _begin(self) -> None:
         # Of a run that has ended so, and is called again: without this it would train on to the next validation.
@@ -211,7 +255,8 @@ class ReduceOnPlateau(Watch):
         Raises:
             ArgumentError: an argument cannot be used.
         """
-        super().__init__(patience, metric, mode, min_delta)
+        self.patience = _checks.positive_int("patience", patience, _IN_VALIDATIONS)
+        super().__init__(metric, mode, min_delta)
         self.factor = _checks.number_between("factor", factor, 0, 1)
         self.cooldown = _checks.non_negative_int("cooldown", cooldown)
         self.min_lr = _checks.number_between("min_lr", min_lr, 0)

@@ -24,11 +24,12 @@ from autoaccum.planning.noise import Smoothed
 from autoaccum.planning.saved import NOISE
 from autoaccum.runs.cost_key import describe
 from autoaccum.runs.placing import placed
+from autoaccum.training.best import Validations
 from autoaccum.training.hooks import SAVED as SAVED_BY_CALLBACKS
 from autoaccum.training.hooks import Hooks
 from autoaccum.training.learning_rate import LearningRate
 from autoaccum.training.pace import Pace
-from autoaccum.training.validation import SAVED, Validations, Validator
+from autoaccum.training.validation import SAVED, Validator
 from autoaccum.window.modules import State, left_out, load_modules, load_optimizer, state_of_modules
 from autoaccum.window.optimizers import bare_tensors
 from autoaccum.window.restoring import (

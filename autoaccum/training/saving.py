@@ -28,9 +28,9 @@ from autoaccum.runs.directory import RunDirectory
 from autoaccum.runs.states import pack
 from autoaccum.runs.writers import Writers
 from autoaccum.training import recipes
+from autoaccum.training.best import Validations
 from autoaccum.training.declarations import values_of
 from autoaccum.training.options import OF_FIT, FitArguments
-from autoaccum.training.validation import Validations
 from autoaccum.window.modules import State
 
 

@@ -24,7 +24,8 @@ _OFFLOAD = "Pass memory_saving='offload'; left out, it is done on an accelerator
 _LOG = "Pass callbacks=[...] with a WandbReporter, MLflowReporter, TensorBoardReporter or CSVReporter of "
 _LOG += "autoaccum.reporting, or any function (record); run_dir keeps all records, for `autoaccum report`"
 _STOP = "Pass callbacks=[autoaccum.callbacks.EarlyStopping(patience=3)] beside validation_data"
-_BEST = "Pass validation_data and run_dir: the best is kept, and autoaccum.load_best(run_dir, model) reads it"
+_BEST = "Pass validation_data and run_dir: the best is kept, by its loss or by what callbacks=["
+_BEST += "autoaccum.callbacks.KeepBest('accuracy', 'max')] names, and autoaccum.load_best(run_dir, model) reads it"
 _OPTIMIZER = "Pass optimizer, such as lambda params: torch.optim.AdamW(params, weight_decay=0.1)"
 _SCHEDULER = "Pass lr_scheduler, (optimizer, num_steps) -> scheduler"
 

@@ -36,7 +36,7 @@ from autoaccum.reporting.following import heard, tell_failure
 from autoaccum.reporting.progress import ProgressBar, tell_stop, teller_of
 from autoaccum.runs.directory import RunDirectory
 from autoaccum.runs.writers import Writers
-from autoaccum.training import data_notices, frames, notices, saving, setup, together
+from autoaccum.training import best, data_notices, frames, notices, saving, setup, together
 from autoaccum.training.alone import Ranks, holding
 from autoaccum.training.declarations import Checked
 from autoaccum.training.followed import Followed
@@ -53,7 +53,7 @@ from autoaccum.training.run_state import RunState, keeper_of
 from autoaccum.training.sharing import Sharing
 from autoaccum.training.shortages import Shortages, watched
 from autoaccum.training.synonyms import answering
-from autoaccum.training.validation import Validations, Validator, of_validation_data
+from autoaccum.training.validation import Validator, of_validation_data
 from autoaccum.training.validation_together import ValidatorOfAll
 from autoaccum.window.gradient import read_end
 from autoaccum.window.joining import SharedTransaction
@@ -155,6 +155,7 @@ class Trainer:
         self._run_dir = None if arguments.run_dir is None else Path(arguments.run_dir).absolute()
         self.schedule = checked[schedule_of]
         self._hooks = Hooks(checked[_checks.of_callbacks], arguments)
+        self._validations = best.Validations(judge=self._hooks.judge())
         _checks.of_smallest_window(arguments.min_micro_batch, self.schedule.smallest)
         budget = checked[Budget]
         self.model = arguments.model
@@ -176,7 +177,6 @@ class Trainer:
             if self._group is not None:
                 self._group.fail(error)
             raise
-        self._validations = Validations()
         self._state = RunState(
             model=self.model,
             others=[module for module in arguments.modules() if module is not self.model],

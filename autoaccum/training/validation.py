@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import gc
-import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -45,60 +43,6 @@ from autoaccum.window.raised import is_told, tell_micro_batch
 from autoaccum.window.single_samples import may_need_another
 from autoaccum.window.snapshot import Snapshot
 from autoaccum.window.terms import Terms
-
-
-@dataclass(kw_only=True, slots=True)
-class Validations:
-    """What the validations of a run have come to so far."""
-
-    step: int = 0
-    """Optimizer steps that were taken before the last one; 0 before the first."""
-    loss: float | None = None
-    """Loss of the last one."""
-    best_loss: float = math.inf
-    """Lowest loss of all."""
-    is_unsaved_best: bool = False
-    """Whether the lowest loss is of parameters that no checkpoint holds yet."""
-
-    @contextmanager
-    def at(self, step: int, save: Callable[[], None] | None) -> Iterator[None]:
-        """Note that there is one after this step, so that an epoch's end at the same step finds it done.
-
-        Where its data cannot be computed, or a second Ctrl-C breaks it off, it was none, and ``save`` keeps what was
-        trained: that is not to be lost.
-        """
-        before, self.step = self.step, step
-        try:
-            yield
-        except (Exception, KeyboardInterrupt) as error:
-            # What a callback raises that was told of a validation comes after it, in the midst of what is told; and
-            # where Ctrl-C came while the model was put back, nobody knows what it has left of the weights.
-            is_broken_off = _BROKEN_OFF in getattr(error, "__notes__", ())
-            if save is not None and (is_told(error) or is_broken_off or isinstance(error, NothingFitsError)):
-                self.step = before
-                save()
-            raise
-
-    def add(self, loss: float) -> None:
-        """Note the loss of a validation."""
-        self.loss = loss
-        if loss < self.best_loss:  # never so for NaN
-            self.best_loss, self.is_unsaved_best = loss, True
-
-    def is_best_at(self, step: int) -> bool:
-        """Return whether the parameters after this step are those of the lowest loss."""
-        # Asked of the step and not remembered from the validation: a checkpoint that takes the place of another one of
-        # the same step is the best as well.
-        return self.step == step and self.loss == self.best_loss
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return what they have come to, under the names of the first version of the format."""
-        return {"_validated": self.step, "_validation_loss": self.loss, "_best_loss": self.best_loss}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Put back what ``state_dict`` returned; other entries are left alone."""
-        self.step, self.loss, self.best_loss = state["_validated"], state["_validation_loss"], state["_best_loss"]
-
 
 # The ways to read off a loss what it is a mean over; checkpoints keep these names. Each costs the memory of a graph,
 # the first one least. Of a loss_fn only the loss need have one: the model's forward is run without.
@@ -359,7 +303,7 @@ class Validator:
                 module.training = False
             yield
         except KeyboardInterrupt as error:
-            error.add_note(_BROKEN_OFF)
+            error.add_note(BROKEN_OFF)
             raise
         finally:
             for module, mode in training:
@@ -562,7 +506,8 @@ class Validator:
         )
 
 
-_BROKEN_OFF = "It broke off a validation."
+BROKEN_OFF = "It broke off a validation."
+"""Noted on a Ctrl-C that came in the midst of one."""
 _OF_VALIDATION = "They are samples of validation_data."
 _NOTHING = "reading it yielded nothing."
 _BY_SAMPLES = Notice(

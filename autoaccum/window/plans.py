@@ -137,6 +137,7 @@ class Plans:
         A trial may do so as well.
         """
         limit_bytes = self._limit.bytes
+        # A heap is a little over now and then, seldom in two windows in a row.
         before, self._was_over = self._was_over, peak_bytes > limit_bytes
         if not self._limit.is_enforced and peak_bytes > (1 if before else CLEARLY_OVER) * limit_bytes:
             self._announcer.say_once(notices.over_limit(self._number() + 1, peak_bytes, limit_bytes))
@@ -189,6 +190,7 @@ class Plans:
         # Trials begin from released memory, and windows from what the process holds by now, its heap's rests included.
         if predicted is not None and not self._limit.is_enforced:
             predicted = max(predicted, self._memory.used())
+            # With the plan, and not with the first window that does: then there is still time to stop.
             if predicted > self._limit.bytes:
                 told = notices.over_limit(self._number() + 1, predicted, self._limit.bytes, is_expected=True)
                 self._announcer.say_once(told)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -18,7 +17,6 @@ from autoaccum.events import StepReport, Validated
 from autoaccum.runs import checkpoint
 from autoaccum.training.result import FitResult
 from autoaccum.training.trainer import Trainer
-from autoaccum.training.validation import Validations
 from tests.models import classes, mlp
 
 pytestmark = pytest.mark.filterwarnings("ignore::autoaccum.errors.AutoaccumWarning")
@@ -105,18 +103,6 @@ class TestTheBest:
         assert losses[15] == min(losses.values())
         found, _ = checkpoint.every(tmp_path / "checkpoints")
         assert [(one.step, one.is_best) for one in found] == [(15, True)]
-
-    def test_of_losses_is_the_lowest_that_is_a_number(self) -> None:
-        validations = Validations()
-        assert not validations.is_best_at(0), "before the first"
-        for step, loss in enumerate([math.nan, 3.0, 2.0, 2.0, 4.0, math.nan], start=1):
-            validations.step = step
-            validations.add(loss)
-            assert validations.is_best_at(step) is (step in (2, 3, 4))
-            assert not validations.is_best_at(step - 1)
-            assert validations.is_unsaved_best is (step in (2, 3)), "the same loss again is no better"
-            validations.is_unsaved_best = False
-        assert validations.best_loss == 2.0
 
 
 def test_true_needs_something(tmp_path: Path) -> None:
