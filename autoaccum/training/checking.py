@@ -244,6 +244,7 @@ class _Check:
         self._parameters = [p for module in job.modules for p in module.parameters() if p.requires_grad]
         self._smallest = smallest_micro_batch(job.modules, job.batch_norm)
         self._sharing = sharing_of(job)
+        self._untrained: Notice | None = None
 
     def report(self, started: float) -> CheckReport:
         """Measure, and say what came of it.
@@ -343,6 +344,7 @@ class _Check:
             if verdict.collates_anew:
                 measurement.collates_anew()
             measurement.run_whole()
+            self._untrained = notices.untrained_notice(self._job.modules, measurement.trained)
             for hypothesis in dict.fromkeys([decision.hypothesis, *order]):
                 try:
                     found[hypothesis] = outcome = _run(measurement, decision.cuts, hypothesis)
@@ -404,7 +406,7 @@ class _Check:
             ),
             hypotheses={hypothesis: outcome.error for hypothesis, outcome in found.items()},
             tensors=dict(by_error),
-            notice=notice,
+            notice=notice or self._untrained,
             seconds=clock.now() - started,
         )
 

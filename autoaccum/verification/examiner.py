@@ -197,7 +197,7 @@ class Examiner:
         return loss
 
     def check_first(self, gradient: Gradient) -> None:
-        """Look at the loss of the very first window that counts anything, before it is stepped on.
+        """Look at the loss and the gradient of the very first window that counts anything, before it is stepped on.
 
         Raises:
             NonFiniteLossError: it is NaN or infinite.
@@ -208,6 +208,9 @@ class Examiner:
         if not math.isfinite(value := gradient.loss.item()):
             raise NonFiniteLossError(value)
         self.is_checked, self._checked_in = True, self._number
+        found = {id(p) for module in self._job.modules for p in module.parameters() if p.grad is not None}
+        if (notice := notices.untrained_notice(self._job.modules, found)) is not None:
+            self._announce(notice)
 
     def examine(
         self,

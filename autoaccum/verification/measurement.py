@@ -117,6 +117,8 @@ class Measurement:
         """Terms whose counts were seen to be kept from 0."""
         self.draws_foreign = False
         """Whether Python's or NumPy's generator was drawn from."""
+        self.trained: set[int] = set()
+        """The ids of the parameters that have a gradient."""
         self.is_rounded = False
         """Whether parameters have 16 bits."""
         self._draws: Recording | Constants | None = None
@@ -212,6 +214,7 @@ class Measurement:
             self._put_back()
             raise NotFiniteError
         self._wanted: list[torch.Tensor | None] = [p.grad for p in self.parameters]
+        self.trained = {id(p) for p in self.parameters if p.grad is not None}
         for p in self.parameters:
             p.grad = None
         self._put_back()

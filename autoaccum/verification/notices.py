@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 from dataclasses import replace
 
 import torch
@@ -147,6 +147,28 @@ def contradiction_notice(
         consequence="The gradient is weighted by num_items, and so depends on how windows are cut",
         cure="Leave num_items out: what the loss is a mean over was read off it; labels that a model shifts are "
         "counted as shifted",
+    )
+
+
+def untrained_notice(modules: Sequence[nn.Module], trained: Set[int]) -> Notice | None:
+    """Return what to say when nothing of the model gets a gradient; None where something does, or all of it is frozen.
+
+    Args:
+        modules: what may be trained: the model, and what the user's functions hold beside it.
+        trained: the ids of the parameters that have a gradient.
+    """
+    model, *others = modules
+    own = [id(p) for p in model.parameters() if p.requires_grad]
+    if not own or not trained.isdisjoint(own):
+        return None
+    # Of a notebook, say, whose step calls the model by its global name, and not the one that it is given.
+    instead = [type(module).__name__ for module in others if not trained.isdisjoint(map(id, module.parameters()))]
+    held = f", but {' and '.join(instead)} that a function holds which is passed" if instead else ""
+    return Notice(
+        cause=f"Nothing of the model, a {type(model).__name__}, has a gradient{held}",
+        consequence="The loss does not depend on the model, which is not trained by it",
+        cure="Compute the loss with the model that the function is called with, and not with one that it finds by its "
+        "name; where that is meant, call model.requires_grad_(False)",
     )
 
 

@@ -203,6 +203,22 @@ class TestNoTrace:
         assert_same(everything(model), before)
         assert (model.calls, model.log) == (0, [])
 
+    @pytest.mark.parametrize("is_frozen", [False, True])
+    def test_a_model_that_the_loss_does_not_depend_on_is_told(self, is_frozen: bool) -> None:
+        model, other = mlp(DOUBLE).requires_grad_(not is_frozen), linear()
+
+        def step(_: nn.Module, batch: Any) -> torch.Tensor:
+            return cross_entropy(other(batch[0]), batch[1])
+
+        report = check(model, training_step=step)
+        assert report.passed
+        assert (report.notice is None) is is_frozen
+        if report.notice is not None:
+            told = (
+                "Nothing of the model, a Sequential, has a gradient, but Linear that a function holds which is passed"
+            )
+            assert report.notice.cause == told
+
     def test_an_error_names_the_samples_and_shows_no_frame_of_ours(self) -> None:
         inputs, targets = classes(12, DOUBLE)
         with pytest.raises(IndexError, match="Target 9") as raised:

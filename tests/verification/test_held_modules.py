@@ -11,8 +11,10 @@ from torch import nn
 from torch.nn import functional as F
 
 import autoaccum
-from autoaccum.errors import AutoaccumError
+from autoaccum.errors import AutoaccumError, AutoaccumWarning
+from autoaccum.events import Notice
 from autoaccum.testing import oom_at
+from tests.models import classes, mlp
 from tests.verification.known.modules import HOLDERS, in_model, loop
 from tests.verification.others.harness import Loop, check, run
 
@@ -135,3 +137,22 @@ def test_what_the_step_does_not_use_is_left_alone() -> None:
     check(run(task, 4))
     assert bystander.num_batches_tracked == 0
     assert all(p.grad is None for p in bystander.parameters())
+
+
+@pytest.mark.parametrize("micro_batch", [4, 8])
+def test_a_model_that_gets_no_gradient_is_told_in_the_first_window(micro_batch: int) -> None:
+    """As of a notebook, whose step calls another model by its global name."""
+    model, other = mlp(), mlp(seed=1)
+    before = [p.detach().clone() for p in other.parameters()]
+    with pytest.warns(
+        AutoaccumWarning, match="Nothing of the model, a Sequential, has a gradient, but Sequential that"
+    ):
+        result = autoaccum.fit(
+            model, classes(16), training_step=lambda _, batch: F.cross_entropy(other(batch[0]), batch[1]), device="cpu",
+            effective_batch=8, micro_batch=micro_batch, progress=False, cache=False,
+        )  # fmt: skip
+    assert [event.consequence for event in result.events if isinstance(event, Notice)] == [
+        "The loss does not depend on the model, which is not trained by it"
+    ]
+    assert all(p.grad is None for p in model.parameters())
+    assert not any(p.equal(old) for p, old in zip(other.parameters(), before, strict=True)), "it is trained beside it"
