@@ -13,7 +13,7 @@ import re
 import tempfile
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields, replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -23,6 +23,7 @@ import platformdirs
 from autoaccum._kinds import accepts
 from autoaccum.memory import clock
 from autoaccum.planning.costs import Trial
+from autoaccum.planning.patience import SURELY_MORE
 from autoaccum.planning.saved import trials_of
 from autoaccum.runs.files import read_small
 
@@ -65,10 +66,11 @@ class Past:
         """Look for them in ``where``, which need not be there; in ``directory()`` when it is left out."""
         self.where = directory() if where is None else where
 
-    def load(self, key: str) -> tuple[Trial, ...]:
+    def load(self, key: str, limit_bytes: int = 0) -> tuple[Trial, ...]:
         """Return the trials saved under a key, oldest first; none when there is no such file, or no sense in it.
 
-        ``fits`` was said under that run's limit, and peaks on a CPU count what else that process held.
+        ``fits`` was said under that run's limit, and peaks on a CPU count what else that process held. Where that run
+        was pressed by its limit, and ``limit_bytes`` are clearly more, no trial says how long it took.
         """
         path = self._path(key)
         document = _read(path)
@@ -76,9 +78,16 @@ class Past:
             return ()
         with suppress(OSError):
             os.utime(path)  # the files used last are the last to be dropped
-        return _trials(document) or ()
+        trials, pressed_by = _trials(document) or (), document.get("pressed_by_bytes")
+        # A size that just fits is slow for reasons of its own: memory is given back and taken again. Believed under a
+        # limit that leaves room it would look as if larger ones were no faster, and no run would ever try them.
+        if isinstance(pressed_by, int | float) and limit_bytes > SURELY_MORE * pressed_by:
+            return tuple(replace(trial, seconds=None) for trial in trials)
+        return trials
 
-    def save(self, key: str, trials: Iterable[Trial], *, model: str, device: str) -> None:
+    def save(
+        self, key: str, trials: Iterable[Trial], *, model: str, device: str, pressed_by_bytes: int | None = None
+    ) -> None:
         """Keep the newest trial of each size, at most ``MAX_TRIALS`` of them, in place of what the key had.
 
         Args:
@@ -86,12 +95,14 @@ class Past:
             trials: oldest first.
             model: class of the model, for people to read.
             device: its type and name, likewise.
+            pressed_by_bytes: the limit that the run came close to; None where it did not.
         """
         document = {
             "format": FORMAT,
             "saved": datetime.fromtimestamp(clock.stamp(), UTC).isoformat(timespec="seconds"),
             "model": model,
             "device": device,
+            **({} if pressed_by_bytes is None else {"pressed_by_bytes": pressed_by_bytes}),
             "trials": [_entry(trial) for trial in _newest(trials)],
         }
         with suppress(OSError):  # a full disk, a directory of another user: then the next run searches again

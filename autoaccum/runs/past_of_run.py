@@ -21,6 +21,8 @@ from autoaccum.runs.past import Past
 # By directory and key, what ran out of memory in this process, and with how many bytes of room for it. In a file it
 # would outlive its reasons: what else was on the device then, and how memory was fragmented.
 _refused: dict[tuple[Path, str], tuple[Trial, int]] = {}
+CLOSE = 0.9
+"""The share of a limit from which on a peak is close to it, and what ran there may have been slow for that."""
 
 
 class PastOfRun:
@@ -63,7 +65,8 @@ class PastOfRun:
         refused, room_bytes = _refused.get((self._past.where, self._key), (None, 0))
         # What failed is tried again once there is clearly more room for it than there was.
         has_no_more_room = tuner.limits.limit_bytes - used_bytes < SURELY_MORE * room_bytes
-        tuner.recall(self._past.load(self._key), used_bytes + gradient_bytes, refused if has_no_more_room else None)
+        past = self._past.load(self._key, tuner.limits.limit_bytes)
+        tuner.recall(past, used_bytes + gradient_bytes, refused if has_no_more_room else None)
 
     def keep(self, tuner: Tuner) -> None:
         """Keep for later runs what was measured; and for those of this process, what failed with so much memory."""
@@ -71,7 +74,12 @@ class PastOfRun:
             return
         measured = [trial for trial in tuner.learnt() if trial.peak_bytes is not None]
         if measured:  # else what is there stays, untouched
-            self._past.save(self._key, [*tuner.past, *measured], model=self._model, device=describe(self._device))
+            limit_bytes = tuner.limits.limit_bytes
+            is_pressed = any(not one.fits or (one.peak_bytes or 0) > CLOSE * limit_bytes for one in tuner.history)
+            self._past.save(
+                self._key, [*tuner.past, *measured], model=self._model, device=describe(self._device),
+                pressed_by_bytes=limit_bytes if is_pressed else None,
+            )  # fmt: skip
         refused = tuner.refused()
         if refused is not None and refused != tuner.told:
             _refused[self._past.where, self._key] = refused, tuner.refused_at - self._used_bytes

@@ -11,6 +11,7 @@ from torch.utils.data import BatchSampler, DataLoader
 
 from autoaccum.data import batches, lists
 from autoaccum.events import Notice
+from autoaccum.loss.coupling import count_batch_norms
 from autoaccum.training.options import FitArguments
 
 _MOST_TOLD = 4
@@ -37,6 +38,8 @@ def of_data(arguments: FitArguments, epoch_samples: int | None, asked: Callable[
         # Whoever collates has samples, and whoever says how batches are cut has batches.
         if isinstance(data, list) and data and not is_said and arguments.collate_fn is None:
             said += [lists.notice(argument)] if lists.read(data, argument).is_new else []
+    if epoch_samples is not None and _ends_in_one(arguments, epoch_samples, asked()):
+        said.append(_ONE_SAMPLE)
     # Where both leave out as many nothing is other than in a loop over the loader.
     if _loader_drops(arguments.data) and epoch_samples is not None:
         size, window = _batch_size(arguments.data), asked()
@@ -70,6 +73,15 @@ def of_validation(trained: Any, validated: Any) -> list[Notice]:
     ]
 
 
+def _ends_in_one(arguments: FitArguments, epoch_samples: int, window: int) -> bool:
+    """Return whether the run comes to a window of one sample with BatchNorm layers that normalise by it."""
+    if arguments.drop_last or arguments.batch_norm == "frozen" or epoch_samples % window != 1:
+        return False
+    budgets = (arguments.samples, None if arguments.steps is None else arguments.steps * window)
+    comes_there = all(budget is None or budget >= epoch_samples for budget in budgets)
+    return comes_there and count_batch_norms(arguments.modules()) > 0
+
+
 def _are_alike(ours: Any, theirs: Any) -> bool:
     if not (isinstance(ours, torch.Tensor) and isinstance(theirs, torch.Tensor)):
         return type(ours) is type(theirs)
@@ -97,6 +109,13 @@ def _loader_drops(data: object) -> bool:
 def _batch_size(loader: DataLoader[Any]) -> int:
     # That of a BatchSampler, where the loader was given one and has no size itself.
     return int(getattr(loader.batch_sampler, "batch_size", None) or loader.batch_size or 1)
+
+
+_ONE_SAMPLE = Notice(
+    cause="The last window of an epoch has one sample, and the model has BatchNorm layers",
+    consequence="They normalise by that sample alone, or, where it has one value per channel, end the run by an error",
+    cure="Pass drop_last=True, or an effective_batch that does not leave a single sample",
+)
 
 
 def _of_loader(batch_size: int, of_loader: int, window: int, of_windows: int) -> Notice:

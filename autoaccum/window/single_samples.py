@@ -49,6 +49,20 @@ def reason(error: Exception) -> str:
     return f"a single sample cannot be computed: {type(error).__name__}: {lines[0]}"
 
 
+def of_one(error: Exception, num_samples: int) -> None:
+    """Let a window of so many samples be cut anew, for one of them was refused; note on the error where it is all.
+
+    Raises:
+        SingleSampleError: there are others.
+    """
+    if num_samples > 1:
+        raise SingleSampleError(error) from error
+    error.add_note(
+        "The window has one sample in all, as the last of an epoch may: drop_last=True leaves that out, and another "
+        "effective batch may leave more than one."
+    )
+
+
 def beyond_memory(error: Exception) -> Exception:
     """Return the error of a single sample, of which two did not fit: whether these would do nobody knows."""
     error.add_note("It was raised for a micro-batch of one sample; with two of them memory ran out.")

@@ -45,7 +45,7 @@ from autoaccum.window.outputs import Outputs
 from autoaccum.window.precision import fresh_scaler
 from autoaccum.window.raised import tell_micro_batch
 from autoaccum.window.several import Several
-from autoaccum.window.single_samples import SingleSampleError, may_need_another
+from autoaccum.window.single_samples import may_need_another, of_one
 from autoaccum.window.snapshot import Snapshot
 from autoaccum.window.state import State
 from autoaccum.window.terms import Terms
@@ -207,8 +207,8 @@ class Transaction:
         except Exception as error:
             of = "" if piece.size == self._num_samples else f" of a window of {self._num_samples}"
             tell_micro_batch(error, lambda: flatten(batch)[0], piece.size, of)
-            if piece.size == 1 < self._num_samples and may_need_another(error):
-                raise SingleSampleError(error) from error
+            if piece.size == 1 and may_need_another(error):
+                of_one(error, self._num_samples)
             raise
 
     def _compute(self, batch: Any, piece: Piece) -> None:

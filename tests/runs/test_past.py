@@ -47,6 +47,17 @@ def test_what_was_saved_is_loaded_to_the_bit(store: Past) -> None:
     assert store.load(OTHER) == ()
 
 
+@pytest.mark.parametrize(
+    ("pressed_by_bytes", "limit_bytes", "are_timed"), [(1000, 1050, True), (1000, 1051, False), (None, 10**9, True)]
+)
+def test_what_was_timed_close_to_a_limit_is_not_believed_under_a_larger_one(
+    store: Past, pressed_by_bytes: int | None, limit_bytes: int, are_timed: bool
+) -> None:
+    store.save(KEY, TRIALS, model="Net", device="cpu", pressed_by_bytes=pressed_by_bytes)
+    loaded = store.load(KEY, limit_bytes)
+    assert loaded == (TRIALS if are_timed else tuple(replace(trial, seconds=None) for trial in TRIALS))
+
+
 def test_a_second_save_replaces_the_first(store: Past) -> None:
     save(store)
     save(store, trials=TRIALS[:1])

@@ -70,6 +70,29 @@ def test_what_was_measured_is_recalled_by_the_next() -> None:
     assert [(trial.micro_batch, trial.peak_bytes) for trial in second.past] == [(1, 1010), (2, 1020), (4, 1040)]
 
 
+@pytest.mark.parametrize(
+    ("size", "limit_bytes", "times"),
+    [
+        (4, 10**6, [0.1, 0.2, 0.9]),
+        (4, 10**5, [0.1, 0.2, 0.9]),
+        (4, 1100, [None, None, None]),  # its peak is 95 % of that
+        (64, 10**6, [0.1, 0.2, 0.9, None]),
+    ],
+)
+def test_times_of_sizes_that_just_fitted_are_not_believed_where_there_is_more_room(
+    size: int, limit_bytes: int, times: list[float | None]
+) -> None:
+    """Micro-batches of 4 may have been slow for want of memory alone, and larger ones are as fast as any."""
+    first, began = cache(), Tuner(ceiling=64, limit_bytes=limit_bytes, headroom=0, search=True)
+    first.recall(Window(), began, used_bytes=500)
+    for one, seconds in ((1, 0.1), (2, 0.2), (4, 0.9), *([(size, None)] if size > 4 else [])):
+        began.observe(one, 1000 + 10 * one, seconds)
+    first.keep(began)
+    second = tuner()
+    cache().recall(Window(), second, used_bytes=500)
+    assert [trial.seconds for trial in second.past] == times
+
+
 @pytest.mark.parametrize("facts", [{"precision": "bf16"}, {"compiled": True}, {"model": nn.Linear(8, 3)}])
 def test_another_key_another_past(facts: dict[str, Any]) -> None:
     first, began = cache(), tuner()

@@ -24,11 +24,10 @@ SAMPLES = [(INPUTS[row], int(TARGETS[row])) for row in range(22)]
 
 def run(data: Any, **options: Any) -> Any:
     torch.manual_seed(0)
-    model = nn.Linear(4, 3)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", AutoaccumWarning)
-        given = {"effective_batch": 8, "loss_fn": cross_entropy, "progress": False, "verify": False} | options
-        return autoaccum.fit(model, data, **given)
+        given = {"effective_batch": 8, "loss_fn": cross_entropy, "progress": False, "verify": False}
+        return autoaccum.fit(**{"model": nn.Linear(4, 3), "data": data, **given, **options})
 
 
 def told(result: Any) -> list[str]:
@@ -79,6 +78,28 @@ def test_nothing_is_said_where_both_leave_out_as_many() -> None:
     assert [report.effective_batch for report in result.history] == [8, 8]
     assert told(result) == []
     assert [report.effective_batch for report in run(DataLoader(DATASET, batch_size=8)).history] == [8, 8, 6]
+
+
+@pytest.mark.parametrize(
+    ("num_samples", "options", "is_told"),
+    [
+        (17, {}, True),
+        (18, {}, False),
+        (17, {"drop_last": True}, False),
+        (17, {"batch_norm": "frozen"}, False),
+        (17, {"batch_norm": "ghost:4"}, True),
+        (17, {"epochs": None, "steps": 2}, False),
+        (17, {"epochs": None, "samples": 17}, True),
+        (17, {"model": nn.Linear(4, 3)}, False),
+    ],
+)
+def test_a_last_window_of_one_sample_is_told_beside_batch_norm(
+    num_samples: int, options: dict[str, Any], is_told: bool
+) -> None:
+    model = nn.Sequential(nn.Unflatten(1, (2, 2)), nn.BatchNorm1d(2), nn.Flatten(), nn.Linear(4, 3))
+    result = run((INPUTS[:num_samples], TARGETS[:num_samples]), **{"model": model, **options})
+    cause = "The last window of an epoch has one sample, and the model has BatchNorm layers"
+    assert told(result).count(cause) == is_told
 
 
 def test_a_loader_that_would_leave_out_all() -> None:

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+import pytest
 import torch
 from torch.nn import functional
 
 import autoaccum
-from autoaccum.window.single_samples import beyond_memory, may_need_another, reason
+from autoaccum.window.single_samples import SingleSampleError, beyond_memory, may_need_another, of_one, reason
 
 
 def test_which_errors_may_be_those_of_a_single_sample() -> None:
@@ -38,3 +39,13 @@ def test_what_two_samples_would_have_shown_is_noted() -> None:
     error = beyond_memory(ValueError("no samples"))
     assert str(error) == "no samples"
     assert error.__notes__ == ["It was raised for a micro-batch of one sample; with two of them memory ran out."]
+
+
+def test_of_a_window_of_one_sample_it_is_noted_how_it_is_left_out() -> None:
+    error = ValueError("no samples")
+    with pytest.raises(SingleSampleError):
+        of_one(error, 2)
+    assert not hasattr(error, "__notes__")
+    of_one(error, 1)
+    (note,) = error.__notes__
+    assert "drop_last=True leaves that out" in note
