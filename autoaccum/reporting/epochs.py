@@ -24,12 +24,15 @@ class EpochLines(Follower, Teller):
     def _forget(self) -> None:
         """Forget the epoch before."""
         self._last: StepReport | None = None  # of the epoch that goes on; None before its first window
+        self._full: StepReport | None = None  # the last of its largest windows: the one at its end may be short
+        self._is_part = False  # whether an earlier process has trained its first windows
         self._validated: Validated | None = None
         # Sums over its windows: of losses, each as often as it has samples, of samples and of seconds.
         self._loss, self._samples, self._seconds = 0.0, 0, 0.0
 
     def _begin(self, started: Started | None, resumed: Resumed | None) -> None:
         self._forget()
+        self._is_part = resumed is not None
         self.stopped_by = ""
 
     def _window(self, report: StepReport) -> None:
@@ -37,6 +40,8 @@ class EpochLines(Follower, Teller):
         if self._last is not None and report.epoch != self._last.epoch:
             self._tell(self._last)
         self._tell_made_up()
+        if self._full is None or report.effective_batch >= self._full.effective_batch:
+            self._full = report
         self._last = report
         self._loss += report.loss * report.effective_batch
         self._samples += report.effective_batch
@@ -66,13 +71,14 @@ class EpochLines(Follower, Teller):
 
     def _tell(self, last: StepReport) -> None:
         """Print the line of the epoch that ends with that window, and begin the next one."""
-        parts = [f"epoch {last.epoch}: loss {self._loss / self._samples:.4f}"]
+        since = " since it was resumed" if self._is_part else ""
+        parts = [f"epoch {last.epoch}{since}: loss {self._loss / self._samples:.4f}"]
         if self._validated is not None:
             parts.append(f"validation loss {self._validated.loss:.4f}")
             if self._validated.metrics:
                 parts.append(metrics_text(self._validated.metrics))
         if self._seconds > 0:
             parts.append(f"{self._samples / self._seconds:.0f} samples/s")
-        parts.append(f"micro-batch {cut_text(last.micro_batches)}")
+        parts.append(f"micro-batch {cut_text((self._full or last).micro_batches)}")
         print(", ".join(parts), file=sys.stderr, flush=True)
         self._forget()

@@ -62,7 +62,8 @@ class Narrator:
         self._first: StepReport | None = None  # for the loss that the run, or this process, began with
         self._full: StepReport | None = None  # the last of the largest windows: that of an epoch's end may be short
         self._validated: Validated | None = None
-        self._plan: tuple[int, ...] = ()
+        self.plan: tuple[int, ...] = ()
+        """How windows are cut; empty while that is being found out."""
         self._is_news = News()  # a ramp of thousands of plans is told in a few lines
         # For the summary: of this process, which may have resumed a run.
         self._peak_bytes = 0
@@ -85,10 +86,10 @@ class Narrator:
         if isinstance(record, Started):
             self._started = clock.now()
         elif isinstance(record, Planned):
-            self._plan = record.sizes
+            self.plan = record.sizes
             return line(record) if self._is_news(record.sizes) else None
         elif isinstance(record, Replanned):
-            self._plan = record.new
+            self.plan = record.new
             # What is not the schedule's doing is told always, and then it is not what the next one is compared with.
             if not is_scheduled(record.old, record.new) or self._is_news(record.new):
                 return line(record)
@@ -123,7 +124,7 @@ class Narrator:
             f"{end_text(finished.reason, self.stopped_by)}: {counted(finished.step, 'step')}, "
             f"{samples} samples{',' if since else ''} {took}\n"
             f"loss {self._first.loss:.4f} -> {self.last.loss:.4f}{since}{outputs}{validated}\n"
-            f"micro-batches {cut_text(self._plan or self._full.micro_batches)}, {counted(self._replays, 'replay')}, "
+            f"micro-batches {cut_text(self.plan or self._full.micro_batches)}, {counted(self._replays, 'replay')}, "
             f"peak {format_bytes(self._peak_bytes)} of {format_bytes(self.last.limit_bytes)}"
         )
 
@@ -243,15 +244,19 @@ def means_of(outputs: Mapping[str, object]) -> dict[str, float]:
     return {name: value for name, value in outputs.items() if isinstance(value, float)}
 
 
-def state_text(report: StepReport) -> str:
-    """Return how things stand after a window: its loss and what is beside it, its cut, memory used / limit."""
+def state_text(report: StepReport, plan: tuple[int, ...] = ()) -> str:
+    """Return how things stand after a window: its loss and what is beside it, its cut, memory used / limit.
+
+    Of a window with fewer samples than the ``plan`` has, as at an epoch's end, the cut that is shown is the plan.
+    """
     outputs = ""
     if report.outputs:
         means = list(means_of(report.outputs).items())
         outputs = "".join(f"{name}={value:.4g}, " for name, value in means[:SHOWN])
         outputs += "..., " if len(means) > SHOWN else ""  # else nothing of the line but them would be seen
+    cut = cut_text(plan if sum(plan) > report.effective_batch else report.micro_batches)
     return (
-        f"loss={report.loss:.4f}, {outputs}{cut_text(report.micro_batches)}, "
+        f"loss={report.loss:.4f}, {outputs}{cut}, "
         f"{format_bytes(report.peak_bytes)} / {format_bytes(report.limit_bytes)}"
     )
 

@@ -81,7 +81,7 @@ class ProgressBar(Teller):
                 file=sys.stderr, postfix=_FIRST,
             )  # fmt: skip
         elif isinstance(record, StepReport) and self._bar is not None:
-            self._bar.set_postfix_str(state_text(record), refresh=False)
+            self._bar.set_postfix_str(state_text(record, self._narrator.plan), refresh=False)
             self._bar.update(record.num_samples - self._bar.n)
             self._done = record.num_samples
         elif isinstance(record, Waiting) and self._bar is not None:

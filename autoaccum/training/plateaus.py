@@ -22,7 +22,6 @@ from autoaccum.training.options import FitArguments
 from autoaccum.training.synonyms import meant_by
 
 State = dict[str, Any]
-_IN_VALIDATIONS = "It is in validations."
 
 
 class Watch(Ready):
@@ -206,7 +205,7 @@ class EarlyStopping(Watch):
         Raises:
             ArgumentError: an argument cannot be used.
         """
-        self.patience = _checks.positive_int("patience", patience, _IN_VALIDATIONS)
+        self.patience = _checks.positive_int("patience", patience, "It is in validations.")
         super().__init__(metric, mode, min_delta)
 
     def _begin(self) -> None:
@@ -245,7 +244,8 @@ class ReduceOnPlateau(Watch):
 
         Args:
             factor: what rates are multiplied by, above 0 and below 1.
-            patience: validations in a row without an improvement, after which rates fall.
+            patience: validations in a row without an improvement that are borne: with the next one rates fall, as by
+                PyTorch's ``ReduceLROnPlateau``.
             metric: what to go by: ``"loss"``, or a name in what validations report.
             mode: ``"min"`` where lower is better, ``"max"`` where higher is.
             min_delta: what a value has to be better by.
@@ -255,7 +255,7 @@ class ReduceOnPlateau(Watch):
         Raises:
             ArgumentError: an argument cannot be used.
         """
-        self.patience = _checks.positive_int("patience", patience, _IN_VALIDATIONS)
+        self.patience = _checks.non_negative_int("patience", patience)
         super().__init__(metric, mode, min_delta)
         self.factor = _checks.number_between("factor", factor, 0, 1)
         self.cooldown = _checks.non_negative_int("cooldown", cooldown)
@@ -281,7 +281,8 @@ class ReduceOnPlateau(Watch):
         # After a fall the loss may well rise for a while, which says nothing of the next one.
         if self._resting:
             self._resting, self.num_bad = self._resting - 1, 0
-        if self.num_bad < self.patience:
+        # As PyTorch's counts, whose numbers people bring along.
+        if self.num_bad <= self.patience:
             return
         # The best stays what it is: what comes after a fall is to be better than all before it.
         self.num_bad, self._resting = 0, self.cooldown

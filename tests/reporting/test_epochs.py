@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from autoaccum.events import Finished, Validated
+from autoaccum.events import Finished, Resumed, Validated
 from autoaccum.reporting.epochs import EpochLines
 from tests.reporting.synthetic import report, started
 
@@ -21,10 +21,21 @@ def test_a_line_adds_up_the_windows_of_its_epoch(capsys: pytest.CaptureFixture[s
     tell(validated(2, 0.25, accuracy=0.75))
     assert capsys.readouterr().err == "", "another validation may follow"
     tell(report(3, (4, 4), epoch=1, loss=0.5, seconds=0.0))
-    line = "epoch 0: loss 2.0000, validation loss 0.2500, accuracy 0.75, 10 samples/s, micro-batch 2 x 1\n"
+    line = "epoch 0: loss 2.0000, validation loss 0.2500, accuracy 0.75, 10 samples/s, micro-batch 4 x 2\n"
     assert capsys.readouterr() == ("", line)
     tell(Finished(step=3, reason="budget"))
     assert capsys.readouterr() == ("", "epoch 1: loss 0.5000, micro-batch 4 x 2\n")
+
+
+def test_an_epoch_of_which_an_earlier_process_has_trained_a_part_says_so(capsys: pytest.CaptureFixture[str]) -> None:
+    """The loss that stands there is not the epoch's."""
+    tell = EpochLines()
+    resumed = Resumed(step=1, num_samples=8, checkpoint="x")
+    for record in (started(), resumed, report(2, loss=6.0), report(3, epoch=1), Finished(step=3, reason="budget")):
+        tell(record)
+    first, second = capsys.readouterr().err.splitlines()
+    assert first.startswith("epoch 0 since it was resumed: loss 6.0000, ")
+    assert second.startswith("epoch 1: loss ")
 
 
 def test_the_last_validation_of_an_epoch_is_told(capsys: pytest.CaptureFixture[str]) -> None:

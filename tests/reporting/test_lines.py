@@ -99,6 +99,8 @@ def test_what_each_event_says(event: Any, text: str | None) -> None:
 
 def test_a_window_says_how_things_stand() -> None:
     assert state_text(report(2, (3, 3, 2))) == "loss=1.0000, 2-3 x 3, 2.00 MiB / 1.00 GiB"
+    assert state_text(report(2, (3,)), (4, 4)) == "loss=1.0000, 4 x 2, 2.00 MiB / 1.00 GiB", "a short one"
+    assert state_text(report(2, (3, 3, 2)), (4, 4)) == "loss=1.0000, 2-3 x 3, 2.00 MiB / 1.00 GiB"
 
 
 def test_a_window_says_what_is_beside_its_loss() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -9,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from torch.nn.functional import cross_entropy
-from torch.optim.lr_scheduler import StepLR
+from torch.optim.lr_scheduler import ReduceLROnPlateau, StepLR
 
 import autoaccum
 from autoaccum import StopTraining
@@ -89,10 +90,10 @@ class TestReduceOnPlateau:
     @pytest.mark.parametrize(
         ("options", "losses", "expected"),
         [
-            ({"factor": 0.5, "patience": 2}, [1, 1, 1, 1, 1], [1, 1, 0.5, 0.5, 0.25]),
-            ({"factor": 0.5, "patience": 1, "min_lr": 0.4}, [1, 1, 1], [1, 0.5, 0.4]),
-            ({"factor": 0.5, "patience": 1, "cooldown": 2}, [1, 1, 1, 1, 1], [1, 0.5, 0.5, 0.5, 0.25]),
-            ({"factor": 0.5, "patience": 2}, [1, 1, 0.5, 1, 0.4], [1, 1, 1, 1, 1]),
+            ({"factor": 0.5, "patience": 1}, [1, 1, 1, 1, 1], [1, 1, 0.5, 0.5, 0.25]),
+            ({"factor": 0.5, "patience": 0, "min_lr": 0.4}, [1, 1, 1], [1, 0.5, 0.4]),
+            ({"factor": 0.5, "patience": 0, "cooldown": 2}, [1, 1, 1, 1, 1], [1, 0.5, 0.5, 0.5, 0.25]),
+            ({"factor": 0.5, "patience": 1}, [1, 1, 0.5, 1, 0.4], [1, 1, 1, 1, 1]),
         ],
     )
     def test_multiplies_each_rate(self, options: Any, losses: list[float], expected: list[float]) -> None:
@@ -107,6 +108,22 @@ class TestReduceOnPlateau:
         least = options.get("min_lr", 0)
         assert held.item() == pytest.approx(max(2 * expected[-1], least)) or least
         assert trainer.optimizer.param_groups[1]["lr"] is held, "an optimizer may hold the tensor itself"
+
+    @pytest.mark.parametrize("seed", range(40))
+    def test_counts_as_pytorchs_does(self, seed: int) -> None:
+        draw = random.Random(seed)
+        options: dict[str, Any] = {"factor": draw.choice([0.1, 0.5]), "patience": draw.randrange(4)}
+        options |= {"cooldown": draw.randrange(3), "mode": draw.choice(["min", "max"]), "min_lr": draw.choice([0, 0.2])}
+        min_delta = draw.choice([0.0, 0.3])
+        callback, trainer = ReduceOnPlateau(**options, min_delta=min_delta), trainer_with(1.0)
+        callback(started(), trainer)
+        optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=1.0)
+        theirs = ReduceLROnPlateau(optimizer, **options, threshold=min_delta, threshold_mode="abs", eps=0)
+        for _ in range(30):
+            loss = float(draw.randrange(8))
+            callback(validated(loss), trainer)
+            theirs.step(loss)
+            assert trainer.optimizer.param_groups[0]["lr"] == optimizer.param_groups[0]["lr"]
 
     def test_never_raises_a_rate(self) -> None:
         callback, trainer = ReduceOnPlateau(patience=1, min_lr=0.1), trainer_with(0.01)
@@ -132,7 +149,7 @@ def test_without_validations_they_are_refused_before_training(callback: Any) -> 
 @pytest.mark.parametrize(
     ("options", "argument"),
     [
-        ({"patience": 0}, "patience"),
+        ({"patience": -1}, "patience"),
         ({"mode": "least"}, "mode"),
         ({"min_delta": -1}, "min_delta"),
         ({"metric": 3}, "metric"),
