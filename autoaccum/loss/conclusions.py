@@ -16,8 +16,8 @@ from autoaccum.loss.hypotheses import Conclusion, Doubt, TermKind
 from autoaccum.loss.terms import Count, Kind, Reduction, Term
 
 _COUNT = (
-    "Pass num_items=(micro-batch) -> how many items its loss is a mean over, or let the loss end in one mean, or one "
-    "sum, over samples"
+    "Pass num_items=(micro-batch) -> how many items its loss is a mean over (of losses in a dict, a dict of such "
+    "functions by the same names), or let the loss end in one mean, or one sum, over samples"
 )
 _ROOT = (
     "Let the loss end in one mean, or one sum, over samples, of which no root or power is taken; or compute it of the "

@@ -245,6 +245,7 @@ class _Check:
         self._smallest = smallest_micro_batch(job.modules, job.batch_norm)
         self._sharing = sharing_of(job)
         self._untrained: Notice | None = None
+        self._counts_by_name = False
 
     def report(self, started: float) -> CheckReport:
         """Measure, and say what came of it.
@@ -310,7 +311,7 @@ class _Check:
         if read(loss, len(positions)).items and not math.isfinite(value := loss.item()):
             raise NonFiniteLossError(value)
         if self._job.num_items is not None:
-            count_items(self._job.num_items, batch)
+            self._counts_by_name = isinstance(count_items(self._job.num_items, batch), dict)
 
     def _look_at_part(self, batch: Any, num_samples: int, shown: _Shown) -> None:
         """Run some samples forward, and note what the graph of their loss shows."""
@@ -373,6 +374,8 @@ class _Check:
         by_error = sorted(held.tensors.items(), key=lambda item: -math.inf if math.isnan(item[1]) else -item[1])
         rounded = notices.half_precision_notices(self._parameters)
         notice = rounded[0] if rounded else None
+        counts, by_name = self._job.num_items, self._counts_by_name
+        unused = notices.unused_notice(counts, decision.hypothesis, counts_by_name=by_name) if decision.passed else None
         if not decision.passed:
             counts_items, suspicion = self._job.num_items is not None, notice
             if notice is None and couples_samples(shown.crossings):
@@ -406,7 +409,7 @@ class _Check:
             ),
             hypotheses={hypothesis: outcome.error for hypothesis, outcome in found.items()},
             tensors=dict(by_error),
-            notice=notice or self._untrained,
+            notice=notice or self._untrained or unused,
             seconds=clock.now() - started,
         )
 

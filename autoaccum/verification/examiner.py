@@ -398,6 +398,9 @@ class Examiner:
             held, self._transaction.hypothesis = self._transaction.hypothesis, decision.hypothesis
             # Of some windows one hypothesis is true by chance: the next one has to show it once more.
             self._occasions.is_changed = held not in (None, decision.hypothesis)
+            by_name = self._transaction.several.counts_by_name
+            unused = notices.unused_notice(self._job.num_items, decision.hypothesis, counts_by_name=by_name)
+            said.extend([] if unused is None else [unused])
         said.append(
             Verified(
                 step=number,

@@ -12,6 +12,7 @@ from torch import nn
 from autoaccum.events import Notice
 from autoaccum.loss.conclusions import conclude, proportional
 from autoaccum.loss.coupling import count_batch_norms
+from autoaccum.loss.hypotheses import Hypothesis, in_words
 from autoaccum.loss.terms import Reduction
 from autoaccum.planning.granules import MICRO, Statistics
 from autoaccum.verification.findings import Cause, Decision
@@ -150,6 +151,20 @@ def contradiction_notice(
     )
 
 
+def unused_notice(num_items: object, hypothesis: Hypothesis, *, counts_by_name: bool) -> Notice | None:
+    """Return what to say where a loss was measured to be something else than a mean over what ``num_items`` counts.
+
+    ``counts_by_name`` is whether it counts for each of several losses, as it may where these are told apart.
+    """
+    if not callable(num_items) or counts_by_name or hypothesis == "num_items":
+        return None
+    return Notice(
+        cause=f"The loss is not a mean over what num_items counts, but {in_words(hypothesis)}, as was measured",
+        consequence="num_items is not used, and windows are weighed by what was measured",
+        cure="Leave num_items out, or let it return what the loss of a micro-batch is divided by",
+    )
+
+
 def untrained_notice(modules: Sequence[nn.Module], trained: Set[int]) -> Notice | None:
     """Return what to say when nothing of the model gets a gradient; None where something does, or all of it is frozen.
 
@@ -224,16 +239,16 @@ _UNKNOWN = Notice(
     "how windows are cut",
     cure="Let the loss end in one mean, or one sum, over samples; compute statistics of a batch, those that inputs are "
     "normalised by too, in before_window=; or pass micro_batch= the whole window if it fits, or "
-    "num_items=(micro-batch) -> how many items its loss is a mean over",
+    "num_items=(micro-batch) -> how many items its loss is a mean over (of losses in a dict, a dict of such functions)",
 )
 
 
 _MISCOUNTED = replace(
     _UNKNOWN,
     cause="The loss is neither a mean over what num_items counts, nor over samples, nor a sum over these",
-    cure="Let num_items return what the loss of the micro-batch that it is given is divided by, and let nothing be "
-    "done to that mean, such as squaring it; compute statistics of the window in before_window=; or pass micro_batch= "
-    "the whole window if it fits",
+    cure="Let num_items return what the loss of the micro-batch that it is given is divided by (of losses in a dict, "
+    "let it be a dict of such functions by the same names), and let nothing be done to that mean, such as squaring it; "
+    "compute statistics of the window in before_window=; or pass micro_batch= the whole window if it fits",
 )
 _UNKNOWN_OF_EMBEDDINGS = replace(
     meeting_notice(), cause="The embedding of a sample depends on the micro-batch that it is in"

@@ -203,6 +203,20 @@ class TestNoTrace:
         assert_same(everything(model), before)
         assert (model.calls, model.log) == (0, [])
 
+    @pytest.mark.parametrize(
+        ("num_items", "is_used"),
+        [(lambda batch: (batch[1] != -100).sum(), True), (lambda batch: len(batch[1]), False), (None, True)],
+    )
+    def test_a_count_that_is_not_used_is_told(self, num_items: Any, is_used: bool) -> None:
+        inputs, targets = classes(12, DOUBLE)
+        targets[::3] = -100
+        report = check(mlp(DOUBLE), (inputs, targets), num_items=num_items)
+        assert report.passed
+        assert (report.notice is None) is is_used
+        if report.notice is not None:
+            told = "The loss is not a mean over what num_items counts, but a mean over the items that its graph counts"
+            assert report.notice.cause.startswith(told)
+
     @pytest.mark.parametrize("is_frozen", [False, True])
     def test_a_model_that_the_loss_does_not_depend_on_is_told(self, is_frozen: bool) -> None:
         model, other = mlp(DOUBLE).requires_grad_(not is_frozen), linear()

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import pytest
 import torch
 from torch import nn
+from torch.nn.functional import cross_entropy
 
+import autoaccum
 from autoaccum.events import Notice
 from autoaccum.loss.reductions import Term
 from autoaccum.loss.terms import Reduction
@@ -28,6 +31,7 @@ from autoaccum.verification.notices import (
     ones_notice,
     unmeasured_notice,
 )
+from tests.models import classes, mlp
 
 
 def test_the_notice_counts_the_layers_and_names_the_cure() -> None:
@@ -199,3 +203,29 @@ def test_a_doubt_of_the_graphs_is_worded_as_a_cause() -> None:
     assert doubt_of([4, 3], means(4, 3)) is None
     assert doubt_of([4, 3], means(4)) is None
     assert doubt_of([], []) is None
+
+
+@pytest.mark.parametrize(
+    ("num_items", "is_told"),
+    [
+        (lambda batch: (batch[1] != -100).sum(), False),
+        (lambda batch: len(batch[1]), True),
+        ({"loss": lambda batch: len(batch[1])}, False),
+    ],
+)
+@pytest.mark.filterwarnings("ignore")
+def test_a_run_tells_once_that_what_is_counted_is_not_used(num_items: Any, is_told: bool) -> None:
+    inputs, targets = classes(32)
+    targets[::3] = -100
+    named = isinstance(num_items, dict)
+
+    def step(model: nn.Module, batch: Any) -> Any:
+        loss = cross_entropy(model(batch[0]), batch[1])
+        return {"loss": loss} if named else loss
+
+    result = autoaccum.fit(
+        mlp(), (inputs, targets), training_step=step, num_items=num_items, effective_batch=16, micro_batch=4,
+        device="cpu", progress=False, cache=False,
+    )  # fmt: skip
+    told = [event for event in result.events if isinstance(event, Notice)]
+    assert [event.consequence.startswith("num_items is not used") for event in told] == [True] * is_told
