@@ -31,7 +31,7 @@ from autoaccum.memory.oom import insist, room_for_model
 from autoaccum.planning.ladder import SavingMode
 from autoaccum.ranks.summing import Compression
 from autoaccum.runs.cost_key import describe
-from autoaccum.training import together
+from autoaccum.training import notices, together
 from autoaccum.training.alone import Ranks, only_run
 from autoaccum.training.declarations import check
 from autoaccum.training.lazy import refuse_lazy
@@ -278,6 +278,8 @@ class Accumulator:
         """
         # What the caller does between steps is his own matter, and other Accumulators have limits of their own.
         with self._telling(), self._step.limit.kept():
+            if self._step.strays.were_changed(self._step.job.optimizer):
+                self._step.announcer.say_once(notices.changed_late())
             window = self._part(batch, "step")
             gradient = self._run(window)
             outputs = self.outputs

@@ -31,6 +31,15 @@ def other_steps(taken: int, foreseen: int | None) -> Notice:
     )
 
 
+def changed_late() -> Notice:
+    """Say that a loop clips the gradient of a step that was taken."""
+    return Notice(
+        cause="Gradients were clipped, or scaled, after accumulator.step had stepped on them",
+        consequence="The step is one on the gradient as it was before",
+        cure="Pass clip_norm= to the Accumulator, or call accumulator.backward(batch), change them, and step yourself",
+    )
+
+
 def already_finished(path: Path | None, step: int, lr_scheduler: object) -> Notice:
     """Say that a run that is started again has had its budget, and can have no larger one where it has a scheduler."""
     anew = "another run_dir to begin anew"

@@ -377,6 +377,7 @@ class Strays:
         # The gradients that were stepped on, and their version counters; None where a step is somebody else's to take.
         self._left: dict[int, tuple[weakref.ref[torch.Tensor], int]] | None = None
         self._some: dict[int, torch.Tensor] = {}  # numbers of a few of them
+        self._were_asked = False
 
     @contextmanager
     def ours(self) -> Iterator[None]:
@@ -405,6 +406,20 @@ class Strays:
         # The step is taken: where there is no memory for them, nothing is told by them.
         some = attempt(lambda: {id(p): _some_of(p.grad) for p in there[:1] + there[-1:]})
         self._some = {} if isinstance(some, RanOut) else some
+
+    def were_changed(self, optimizer: torch.optim.Optimizer) -> bool:
+        """Return whether the gradient that was stepped on was clipped, or scaled, since then; asked once."""
+        # What a loop does between its steps it does between the first two.
+        if self._left is None or self._were_asked:
+            return False
+        self._were_asked, is_changed = True, False
+        for group in optimizer.param_groups:
+            for p in group["params"]:
+                gradient, kept = p.grad, self._left.get(id(p))
+                # One that is zeroed is written to as well, and nothing is meant by that.
+                if gradient is not None and kept is not None and gradient._version != kept[1]:
+                    is_changed = is_changed or _has_any(gradient)
+        return is_changed and self._is_as_left(optimizer)
 
     def look_at(self, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Raise if a step that is about to be taken is none that anybody means.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import gc
 import pickle
+import warnings
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -16,6 +17,7 @@ from torch.nn.functional import cross_entropy
 
 import autoaccum
 from autoaccum.errors import AlreadySteppedError, LossSideEffectError
+from autoaccum.events import Notice
 from autoaccum.window.stepping import strays_of
 
 Optimizer = torch.optim.Optimizer
@@ -79,6 +81,7 @@ def clipping_by_scaler(optimizer: Optimizer) -> None:
 CHANGES = [clipping, clipping_nothing, clipping_values, dividing, clipping_by_scaler]
 
 
+@pytest.mark.filterwarnings("ignore:Gradients were clipped")
 @pytest.mark.parametrize("kind", [torch.optim.SGD, torch.optim.AdamW])
 @pytest.mark.parametrize(
     "before", [lambda optimizer: None, Optimizer.zero_grad, keeping, by_scaler, without_closure, *CHANGES]
@@ -98,6 +101,52 @@ def test_a_step_that_was_left_in_is_refused_before_it_writes(kind: Any, before: 
     assert all(map(torch.equal, model.parameters(), expected))
     accumulator.step(BATCHES[1])
     assert not any(map(torch.equal, model.parameters(), expected))
+
+
+def adding(optimizer: Optimizer) -> None:
+    """As the step of another network, through which the loss goes, leaves it there."""
+    for gradient in gradients_of(optimizer):
+        gradient.add_(torch.randn_like(gradient))
+
+
+def one_of_many(optimizer: Optimizer) -> None:
+    gradients_of(optimizer)[0].norm()
+
+
+@pytest.mark.parametrize(
+    ("change", "is_told"),
+    [
+        (clipping, True),
+        (clipping_nothing, True),
+        (clipping_values, True),
+        (dividing, True),
+        (keeping, False),
+        (Optimizer.zero_grad, False),
+        (adding, False),
+        (one_of_many, False),
+    ],
+)
+def test_a_gradient_that_is_clipped_after_its_step_is_told_once(change: Callable[[Any], None], is_told: bool) -> None:
+    model, optimizer = made()
+    accumulator = accumulator_of(model, optimizer)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        for batch in BATCHES:
+            accumulator.step(batch)
+            change(optimizer)
+    told = [event.cause for event in accumulator.events if isinstance(event, Notice)]
+    assert told == ["Gradients were clipped, or scaled, after accumulator.step had stepped on them"] * is_told
+
+
+def test_a_gradient_of_backward_may_be_clipped() -> None:
+    model, optimizer = made()
+    accumulator = accumulator_of(model, optimizer)
+    for batch in BATCHES:
+        accumulator.backward(batch)
+        clipping(optimizer)
+        optimizer.step()
+    accumulator.step(BATCHES[0])
+    assert not [event for event in accumulator.events if isinstance(event, Notice)]
 
 
 @pytest.mark.parametrize("clear", [lambda optimizer: None, Optimizer.zero_grad, keeping])
