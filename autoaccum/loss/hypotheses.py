@@ -93,6 +93,25 @@ def in_words(hypothesis: Hypothesis) -> str:
     return f"several terms: {' and '.join(part for part in (', '.join(said[:-1]), said[-1]) if part)}"
 
 
+def term_by_term(hypothesis: Hypothesis) -> str:
+    """Return a hypothesis as people say it, with what each of several terms is by its name, or by its place.
+
+    >>> term_by_term(of_terms({"0": "items", "1": "sum"})), term_by_term(of_terms({"class": "samples"}))
+    ('term 1: mean over its items; term 2: sum over samples', 'class: mean over samples')
+    """
+    kinds = kinds_in(hypothesis)
+    if kinds is None:
+        return in_words(hypothesis)
+    names = {name: f"term {int(name) + 1}" if name.isdecimal() else name for name in kinds}
+    return "; ".join(f"{names[name]}: {_SHORT[kind]}" for name, kind in kinds.items())
+
+
+_SHORT: dict[TermKind, str] = {
+    "items": "mean over its items",
+    "items or none": "mean over its items, or none",
+    "samples": "mean over samples",
+    "sum": "sum over samples",
+}
 _SAID: dict[TermKind, tuple[str, str]] = {
     "items": ("a mean over items of its own", "{} means over items of their own"),
     "items or none": ("a mean over items that there may be none of", "{} means over items that there may be none of"),

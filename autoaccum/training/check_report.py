@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from html import escape
 
 from autoaccum.events import Notice
-from autoaccum.loss.hypotheses import in_words
+from autoaccum.loss.hypotheses import in_words, term_by_term
 
 _MOST_TENSORS = 5
 """Tensors that are listed: the worst of them tell where to look."""
@@ -84,23 +84,21 @@ class CheckReport:
         if self.passed is None or self.error is None:
             return
         if self.passed:
-            yield from _entry("the loss", f"{_words(self.hypothesis or '')}")
+            yield from _entry("the loss", in_words(self.hypothesis or ""))
         allowed = f"{format_error(self.tolerance)} is rounding of {'64' if self.tolerance <= 1e-6 else '32'} bits"
         yield from _entry("error", f"{format_error(self.error)} of the gradient, where up to {allowed}")
         yield from _entry("measured on", f"{self.samples} samples, in {self.seconds:.2g} s")
         sizes = {cut: " + ".join(map(str, cut.sizes)) for cut in self.cuts}
         yield from _table("cut into", [(sizes[cut], cut.error) for cut in self.cuts], self.tolerance)
-        rows = [(_words(name), error) for name, error in self.hypotheses.items()]
+        # Which of several terms is which is said where the words alone do not tell two of them apart.
+        words = [in_words(name) for name in self.hypotheses]
+        says = term_by_term if len(set(words)) < len(words) else in_words
+        rows = [(says(name), error) for name, error in self.hypotheses.items()]
         yield from _table("the loss taken for", rows, self.tolerance)
         worst = list(self.tensors.items())
         yield from _table("parameter", worst[:_MOST_TENSORS], self.tolerance)
         if len(worst) > _MOST_TENSORS:
             yield f"  and {len(worst) - _MOST_TENSORS} more, none of them worse"
-
-
-def _words(hypothesis: str) -> str:
-    """Return a hypothesis as people say it."""
-    return in_words(hypothesis)
 
 
 def _entry(name: str, text: str) -> list[str]:

@@ -8,6 +8,7 @@ import json
 import pytest
 from torch import nn
 
+from autoaccum.loss.hypotheses import of_terms
 from autoaccum.training.check_report import CheckedCut, CheckReport, format_error
 from tests.models import mlp
 from tests.training.checks import DOUBLE, check
@@ -74,3 +75,15 @@ class TestReport:
     )
     def test_errors_are_short(self, error: float, text: str) -> None:
         assert format_error(error) == text
+
+    def test_hypotheses_of_the_same_words_are_told_term_by_term(self) -> None:
+        names = [of_terms({"0": "items", "words": "samples"}), of_terms({"0": "samples", "words": "items"}), "sum"]
+        report = CheckReport(
+            passed=True, hypothesis=names[0], error=0.0, tolerance=1e-9, tensor=None, samples=6, cuts=(),
+            hypotheses=dict.fromkeys(names, 0.0), tensors={}, notice=None, seconds=0.012,
+        )  # fmt: skip
+        assert str(report).splitlines()[-3:] == [
+            "  term 1: mean over its items; words: mean over samples         0",
+            "  term 1: mean over samples; words: mean over its items         0",
+            "  a sum over samples                                            0",
+        ]
