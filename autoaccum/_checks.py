@@ -388,7 +388,8 @@ def of_validation(validation_data: object, validate_every: object, metrics: obje
     """Check the arguments that say when validations are, and what they report beside the loss."""
     # With nothing to validate on, it would be left out in silence for the whole run.
     if validate_every is not None:
-        positive_int("validate_every", validate_every, "It is in samples.")
+        cure = "It is in samples. Leave it out to validate at the end of each epoch."
+        positive_int("validate_every", validate_every, cure)
         if validation_data is None:
             cure = "Pass what to validate on, or leave validate_every out."
             raise ArgumentError("validate_every", validate_every, "validation_data beside it", cure)
