@@ -44,8 +44,7 @@ def load_best(
 
     Raises:
         NoHistoryError: no run has been there.
-        ArgumentError: none of its checkpoints is the best, for nothing was validated, or no validation had a finite
-            loss; or it has no averages.
+        ArgumentError: none of its checkpoints is the best, for no validation had a finite loss; or it has no averages.
         CheckpointCorruptError: what is there is of another model, or not as it was written.
 
     >>> import autoaccum, tempfile, torch
@@ -96,8 +95,7 @@ def _nothing_there(place: Path, skipped: tuple[str, ...]) -> Exception:
     # NaN is lower than nothing: a run that has diverged validates, and has no best.
     if losses := [loss for one in written if isinstance(loss := one.facts.get("validation_loss"), float)]:
         value = "metric, the one that KeepBest goes by" if any(map(math.isfinite, losses)) else "loss"
-        cure = "All were NaN or infinite: look for such numbers in validation_data, and where the run has diverged "
-        cure += "lower lr, or pass clip_norm to fit."
+        cure = "All were NaN or infinite: look for such numbers in validation_data, lower lr, or pass clip_norm to fit."
         return ArgumentError("run_dir", str(place), f"a run one of whose validations had a finite {value}", cure)
     cure = "Pass validation_data to fit: by it the best is known, from the first validation on. A run that was "
     cure += "stopped goes on from its last checkpoint when fit is called again."
@@ -110,7 +108,6 @@ def _made(model: Any) -> nn.Module:
     Raises:
         ArgumentTypeError: it is none.
     """
-    accepted = "a model, a function () -> model, or a recipe such as 'recipe.py:function'"
     if isinstance(model, str):
         # Its own error is the user's to see, without the frames that have called it.
         try:
@@ -123,7 +120,7 @@ def _made(model: Any) -> nn.Module:
         model = model()
     # What a function or a recipe has made may be anything.
     if not isinstance(model, nn.Module):
-        raise ArgumentTypeError("model", model, accepted)
+        raise ArgumentTypeError("model", model, "a model, a function () -> model, or a recipe, 'recipe.py:function'")
     return model
 
 

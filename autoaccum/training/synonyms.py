@@ -76,7 +76,7 @@ ELSEWHERE = {
     "datacollator collate": "Pass collate_fn",
     "tokenizer processingclass": "Pass collate_fn, (samples) -> batch, which calls it, or tokenize before training",
     "groupbylength": "Leave it out: with a collate_fn each window is sorted by length",
-    "modelinit": "Pass the module first: model=model_init()",
+    "modelinit": "Pass the model first: model=model_init()",
     "dataloadernumworkers workers": "Pass num_workers",
     "maxmemory memory memoryfraction gpumemory": "Pass memory_limit, as '8GiB' or 0.5",
     "validationsplit valsplit testsize": "Split the data, by torch.utils.data.random_split; pass validation_data",
