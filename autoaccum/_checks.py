@@ -352,6 +352,7 @@ def of_lr_scheduler(lr_scheduler: object) -> None:
     takes = positional(lr_scheduler)
     names = () if takes is None else takes.names
     second = "".join(names[1:2])
+    # A lambda, or a partial, has no name that could be written down.
     called = str(getattr(lr_scheduler, "__name__", ""))
     called = called if called.isidentifier() else "make"
     # By names that PyTorch and Transformers give, for a number of steps would pass for any of them: ExponentialLR would
@@ -431,6 +432,7 @@ def of_validation(validation_data: object, validate_every: object, metrics: obje
     """Check the arguments that say when validations are, and what they report beside the loss."""
     # With nothing to validate on, it would be left out in silence for the whole run.
     if validate_every is not None:
+        # "epoch", as checkpoint_every takes it, is what nothing says.
         cure = "It is in samples. Leave it out to validate at the end of each epoch."
         positive_int("validate_every", validate_every, cure)
         if validation_data is None:
