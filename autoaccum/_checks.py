@@ -318,11 +318,55 @@ def of_collate_fn(collate_fn: object) -> None:
         function("collate_fn", collate_fn, ("samples",), "a batch")
 
 
+ON_PLATEAUS = (
+    "Pass callbacks=[autoaccum.callbacks.ReduceOnPlateau()] beside validation_data instead, and leave lr_scheduler out."
+)
+"""What to do in the place of a scheduler that goes by validations."""
+_NO_STEPS = {
+    "gamma": "0.99",
+    "step_size": "30",
+    "milestones": "[30, 60]",
+    "lr_lambda": "lambda step: 0.99**step",
+    "factor": "0.5",
+    "start_factor": "0.1",
+    "schedulers": "[...], milestones=[...]",
+    "base_lr": "0.01, max_lr=0.1",
+    "max_lr": "0.1, total_steps=num_steps",
+    "initial_lr": "0.1",
+    "T_0": "100",
+    "last_epoch": "-1",
+}
+"""Second parameters of schedulers that are no number of steps to come, and what may be passed by their names."""
+
+
 def of_lr_scheduler(lr_scheduler: object) -> None:
-    """Check the function that makes a scheduler."""
-    if lr_scheduler is not None:
-        cure = "For example lambda optimizer, num_steps: CosineAnnealingLR(optimizer, num_steps)."
-        function("lr_scheduler", lr_scheduler, ("optimizer", "num_steps"), "LRScheduler", cure)
+    """Check the function that makes a scheduler.
+
+    Raises:
+        ArgumentTypeError: it cannot be called with two arguments, or what it takes second is plainly something else
+            than the number of steps.
+    """
+    if lr_scheduler is None:
+        return
+    cure = "For example lambda optimizer, num_steps: CosineAnnealingLR(optimizer, num_steps)."
+    takes = positional(lr_scheduler)
+    names = () if takes is None else takes.names
+    second = "".join(names[1:2])
+    # A lambda, or a partial, has no name that could be written down.
+    called = str(getattr(lr_scheduler, "__name__", ""))
+    called = called if called.isidentifier() else "make"
+    # By names that PyTorch and Transformers give, for a number of steps would pass for any of them: ExponentialLR would
+    # have a gamma of 1,000. What is called otherwise may be a horizon, and is left to its owner.
+    value = "100" if "warmup" in second else _NO_STEPS.get(second)
+    rest = ", num_training_steps=num_steps" if "num_training_steps" in names else ""
+    if called == "ReduceLROnPlateau":
+        value, cure = "", ON_PLATEAUS
+    elif value is not None:
+        cure = f"Write lambda optimizer, num_steps: {called}(optimizer, {second}={value}{rest})."
+    if value is not None:
+        accepted = f"a function (optimizer, num_steps) -> LRScheduler, and not one whose second parameter is {second}"
+        raise ArgumentTypeError("lr_scheduler", called, accepted, cure)
+    function("lr_scheduler", lr_scheduler, ("optimizer", "num_steps"), "LRScheduler", cure)
 
 
 def of_optimizer(optimizer: object) -> None:
@@ -388,7 +432,9 @@ def of_validation(validation_data: object, validate_every: object, metrics: obje
     """Check the arguments that say when validations are, and what they report beside the loss."""
     # With nothing to validate on, it would be left out in silence for the whole run.
     if validate_every is not None:
-        positive_int("validate_every", validate_every, "It is in samples.")
+        # "epoch", as checkpoint_every takes it, is what nothing says.
+        cure = "It is in samples. Leave it out to validate at the end of each epoch."
+        positive_int("validate_every", validate_every, cure)
         if validation_data is None:
             cure = "Pass what to validate on, or leave validate_every out."
             raise ArgumentError("validate_every", validate_every, "validation_data beside it", cure)

@@ -142,9 +142,9 @@ class UnknownDeviceError(ArgumentError):
 class NoHistoryError(ArgumentError):
     """A directory in which no run has kept its records."""
 
-    def __init__(self, run_dir: object, name: str) -> None:
+    def __init__(self, run_dir: object, name: str, rest: str = ", or the folder in which a RecordWriter wrote") -> None:
         # As a text: it may be any path, and a repr would name its class.
-        cure = "Pass the run_dir that was passed to fit, or the folder in which a RecordWriter wrote."
+        cure = f"Pass the run_dir that was passed to fit{rest}."
         super().__init__("run_dir", str(run_dir), f"a directory that holds {name}", cure)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import importlib
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
@@ -12,6 +13,14 @@ from unittest.mock import Mock
 import numpy as np
 import pytest
 import torch
+from torch.optim.lr_scheduler import (
+    CosineAnnealingWarmRestarts,
+    ExponentialLR,
+    LRScheduler,
+    OneCycleLR,
+    ReduceLROnPlateau,
+    StepLR,
+)
 
 from autoaccum._checks import (
     cadence,
@@ -21,6 +30,7 @@ from autoaccum._checks import (
     number_between,
     of_callbacks,
     of_event_callbacks,
+    of_lr_scheduler,
     of_run_directory,
     one_of,
     path,
@@ -385,3 +395,45 @@ class TestFuzz:
         assert outcome(change) == "the model was changed"
         assert outcome(leave) == "files were left"
         assert outcome(fuzz._raise) == "the user's own error"
+
+
+class TestSchedulers:
+    """What is called with the number of steps has to take that second."""
+
+    @pytest.mark.parametrize(
+        ("scheduler", "told"),
+        [
+            (ExponentialLR, r"Write lambda optimizer, num_steps: ExponentialLR\(optimizer, gamma=0.99\)\.$"),
+            (StepLR, r"StepLR\(optimizer, step_size=30\)"),
+            (OneCycleLR, r"OneCycleLR\(optimizer, max_lr=0.1, total_steps=num_steps\)"),
+            (CosineAnnealingWarmRestarts, r"CosineAnnealingWarmRestarts\(optimizer, T_0=100\)"),
+            (functools.partial(StepLR, gamma=0.5), r"make\(optimizer, step_size=30\)"),
+            (lambda optimizer, num_warmup_steps, last_epoch=-1: None, r"make\(optimizer, num_warmup_steps=100\)"),
+            (
+                lambda optimizer, num_warmup_steps, num_training_steps: None,
+                r"make\(optimizer, num_warmup_steps=100, num_training_steps=num_steps\)",
+            ),
+            (ReduceLROnPlateau, r"autoaccum.callbacks.ReduceOnPlateau\(\)"),
+        ],
+    )
+    def test_those_that_take_something_else(self, scheduler: Any, told: str) -> None:
+        with pytest.raises(ArgumentTypeError, match=told):
+            of_lr_scheduler(scheduler)
+
+    def test_every_class_of_pytorch_is_told_by_its_own_parameters(self) -> None:
+        """One that a later version adds is looked at here; ChainedScheduler fails by itself, in PyTorch's words."""
+        classes = {
+            name
+            for name, kind in vars(torch.optim.lr_scheduler).items()
+            if isinstance(kind, type) and issubclass(kind, LRScheduler) and not name.startswith("_")
+        }
+        taken = set()
+        for name in classes:
+            with suppress(ArgumentTypeError):
+                of_lr_scheduler(getattr(torch.optim.lr_scheduler, name))
+                taken.add(name)
+        assert taken == {"CosineAnnealingLR", "PolynomialLR", "ChainedScheduler"}
+
+    def test_a_name_of_the_users_own_may_be_one(self) -> None:
+        of_lr_scheduler(lambda optimizer, how_long: None)
+        of_lr_scheduler(lambda *arguments: None)

@@ -13,15 +13,17 @@ Ctrl-C where nothing is kept, or by a second one; 141 where nobody read on what 
 from __future__ import annotations
 
 import inspect
+import re
 import sys
 import traceback
 import warnings
 from collections.abc import Sequence
 
-from cyclopts import App, CycloptsError, UnknownOptionError
+from cyclopts import App, CycloptsError, MissingArgumentError, UnknownOptionError
 
 from autoaccum._version import __version__
 from autoaccum.cli.keeping import typed
+from autoaccum.cli.options import writable
 from autoaccum.cli.printing import CLOSED, fail, hush, show_warning
 from autoaccum.cli.spelling import offered
 from autoaccum.errors import ArgumentError, AutoaccumError, MemoryLimitError, RecipeError, ResumeError
@@ -50,9 +52,14 @@ def main(argv: Sequence[str] | None = None) -> int:
             return code
         except UnknownOptionError as error:
             option = (error.token.keyword or error.token.value).split("=")[0]
-            # What is spelt alike is not what is meant: batch-size is near to batch-dim.
-            cure = elsewhere(option)
+            offered.set(inspect.signature(error.target).parameters if error.target else {})
+            cure = _instead(option)
             return fail(CycloptsError(msg=f"Unknown option: {option}. {cure}") if cure else error, 2)
+        except MissingArgumentError as error:
+            # Of what was left out, as of an option without its value, cyclopts says that it requires an argument.
+            is_there = error.keyword is not None or bool(error.argument and error.argument.tokens)
+            cure = "requires an argument" if is_there else "is needed, and was left out"
+            return fail(CycloptsError(msg=str(error).replace("requires an argument", cure, 1)), 2)
         # What another command line would cure is told in one line each, by the code that scripts can go by.
         except (CycloptsError, ArgumentError, RecipeError, ResumeError) as error:
             return fail(error, 2)
@@ -81,6 +88,23 @@ def main(argv: Sequence[str] | None = None) -> int:
             raise
         except Exception as error:
             return _show(error)
+
+
+def _instead(option: str) -> str:
+    """Return what to do in the place of an option that a command does not have; empty where that is not known."""
+    # What is spelt alike is not what is meant: batch-size is near to batch-dim.
+    cure, name = elsewhere(option), option.lstrip("-").replace("-", "_")
+    if "recipe" not in offered.get():
+        return cure
+    from autoaccum.training.options import OF_FIT  # not sooner: to plan and to help takes no torch
+
+    meant = found[1] if (found := re.match(r"Pass (?:the )?(\w+)", cure)) else "" if cure else name
+    if meant in offered.get() or meant not in OF_FIT:
+        return cure
+    # A check has no epochs; but no command line can write a function, or a dataset.
+    if writable(OF_FIT[meant].type):
+        return ""
+    return f"{cure} It is an entry of the dict that the recipe returns.".strip()
 
 
 def _show(error: Exception) -> int:

@@ -311,7 +311,8 @@ def report(
     output: Annotated[
         str | None,
         Parameter(
-            help="where to write: a directory, or a file that ends in .html; the (first) RUN_DIR.", show_default=False
+            help="where to write: a directory, or a file that ends in .html or .htm; the (first) RUN_DIR.",
+            show_default=False,
         ),
     ] = None,
     follow: Annotated[

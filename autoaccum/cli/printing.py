@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from autoaccum._units import format_bytes
 from autoaccum.cli.spelling import as_options
-from autoaccum.errors import AutoaccumWarning
+from autoaccum.errors import AutoaccumWarning, RecipeError
 from autoaccum.planning.costs import Trial, prediction_error
 from autoaccum.planning.plans import Plan
 
@@ -199,7 +199,9 @@ def hush() -> bool:
 
 def fail(error: Exception, code: int) -> int:
     """Print an error as one message, and return the exit code."""
-    print(f"error: {as_options(str(error))}", file=sys.stderr)
+    # What a recipe returns is a dict, whose keys are mended in Python.
+    text = str(error) if isinstance(error, RecipeError) else as_options(str(error))
+    print(f"error: {text}", file=sys.stderr)
     return code
 
 

@@ -17,6 +17,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
 
 from autoaccum import _checks
+from autoaccum.errors import ArgumentTypeError
 
 CHUNK = 256
 """Rows that are compared at once: a product of so many is as fast per row as a larger one."""
@@ -71,6 +72,19 @@ def chunked(
     return loss_fn
 
 
+def _of_rows(call: str, **given: object) -> None:
+    """Refuse what is no tensor: embeddings that were not taken apart, or a batch in the place of the second one.
+
+    Raises:
+        ArgumentTypeError: something is none; it shows the ``loss_fn``.
+    """
+    # Passed as loss_fn as they are, these would be called with (embeddings, batch).
+    for name, value in given.items():
+        if not isinstance(value, torch.Tensor):
+            cure = f"Let embed return both parts, and pass loss_fn=lambda embeddings: {call}."
+            raise ArgumentTypeError(name, f"a {type(value).__name__}", "a tensor with one row per sample", cure)
+
+
 def info_nce(
     queries: torch.Tensor, keys: torch.Tensor, *, temperature: float | torch.Tensor = 0.07, chunk: int = CHUNK
 ) -> torch.Tensor:
@@ -85,6 +99,7 @@ def info_nce(
         temperature: what similarities are divided by; a parameter gets its gradient.
         chunk: rows that are compared at once.
     """
+    _of_rows("info_nce(*embeddings)", queries=queries, keys=keys)
     queries, keys = normalize(queries, dim=1), normalize(keys, dim=1)
     own = torch.arange(len(queries), device=queries.device)  # where the key of each query stands
 
@@ -107,6 +122,7 @@ def clip(
         logit_scale: the factor of similarities, exp(t) of the paper's t; a parameter gets its gradient.
         chunk: rows that are compared at once.
     """
+    _of_rows("clip(*embeddings, logit_scale=...)", images=images, texts=texts)
     # Each direction compares rows of one with all of the other, so that neither has a product of its own to keep.
     forth = info_nce(images, texts, temperature=1 / logit_scale, chunk=chunk)
     return (forth + info_nce(texts, images, temperature=1 / logit_scale, chunk=chunk)) / 2
@@ -131,6 +147,7 @@ def sig_lip(
         logit_bias: what is added to them; likewise.
         chunk: rows that are compared at once.
     """
+    _of_rows("sig_lip(*embeddings, logit_scale=..., logit_bias=...)", images=images, texts=texts)
     images, texts = normalize(images, dim=1), normalize(texts, dim=1)
     columns = torch.arange(len(texts), device=texts.device)  # compared with rows, it marks the pairs that belong
 
@@ -156,6 +173,7 @@ def sup_con(
         temperature: what similarities are divided by; a parameter gets its gradient.
         chunk: rows that are compared at once.
     """
+    _of_rows("sup_con(*embeddings)", embeddings=embeddings, labels=labels)
     embeddings = normalize(embeddings, dim=1)
     columns = torch.arange(len(labels), device=labels.device)
     # Of itself no sample is a positive; of sums over labels none of N x N is needed.
@@ -184,6 +202,7 @@ def triplet(embeddings: torch.Tensor, labels: torch.Tensor, *, margin: float = 0
         margin: by how much the nearest of another label is to be farther than the farthest of the same.
         chunk: rows that are compared at once.
     """
+    _of_rows("triplet(*embeddings)", embeddings=embeddings, labels=labels)
     columns = torch.arange(len(labels), device=labels.device)
 
     def loss_rows(rows: slice) -> torch.Tensor:

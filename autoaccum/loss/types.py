@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from traceback import walk_tb
 from typing import Any
 
 import torch
@@ -24,6 +25,11 @@ _IS_OF_NOTHING = re.compile(
 """What it says of tensors without elements."""
 _RAISED = (RuntimeError, IndexError, ValueError)
 _IS_OF_COLUMNS = re.compile(r"multi-target not supported|target with class probabilities, got (Long|Int)")
+_IS_OF_NUMBERS = re.compile(
+    r"can't be cast to the desired output type|bool tensors? is not supported|two bool tensors|Integral inputs not|"
+    r"Found dtype (Long|Int|Short|Char|Byte|Bool) but expected"
+)
+"""What a loss that computes with its targets says of those that are whole numbers, or true and false."""
 _OF_LABELS = re.compile(r"target|Long|nll_loss", re.IGNORECASE)
 
 
@@ -59,6 +65,8 @@ def mistaken(error: Exception, model: Any, batch: Any) -> DataError | None:
             )
     if _IS_OF_COLUMNS.search(text):
         return _of_columns(tensors, text)
+    if _IS_OF_NUMBERS.search(text) and (found := _of_numbers(tensors, model, error)) is not None:
+        return found
     if not isinstance(error, RuntimeError) or not _IS_OF_DTYPES.search(text):
         return None
     # Which tensor was at fault the words do not say, but whose type is neither the model's nor that of labels is found.
@@ -90,6 +98,18 @@ def _of_columns(tensors: dict[str, torch.Tensor], text: str) -> DataError | None
             f"classes are one for each sample ({text}). {cure}."
         )
     return None
+
+
+def _of_numbers(tensors: dict[str, torch.Tensor], model: Any, error: Exception) -> DataError | None:
+    """Return the error for targets that a loss of PyTorch's cannot compute with as it does with outputs."""
+    where, targets = list(tensors.items())[-1] if tensors else ("", None)
+    # A model, or a loss of the user's own, says the same of tensors that it has made itself.
+    *_, (frame, _) = walk_tb(error.__traceback__)
+    is_of_loss = frame.f_code.co_filename == torch.nn.functional.__file__
+    if targets is None or not is_of_loss or targets.is_floating_point() or targets.is_complex():
+        return None
+    wanted = next(iter(_dtypes_of(model)), torch.float32)
+    return _wrong(where, targets.dtype, f"while the loss computes with {_name(wanted)}", wanted, str(error))
 
 
 def _of_labels(tensors: dict[str, torch.Tensor], text: str) -> DataError | None:

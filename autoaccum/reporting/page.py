@@ -58,7 +58,7 @@ def write_report(
     """Write ``report.html`` and ``report-*.png`` about a run, to ``output`` or its directory.
 
     About several it is ``comparison.html``, in the first one's directory, whose own page stays. An ``output`` that ends
-    in .html is the page, and pictures are named after it.
+    in .html or .htm is the page, and pictures are named after it.
 
     With ``reload_every`` the page alone is written, which browsers load again after so many seconds.
 
@@ -84,7 +84,7 @@ def page_path(folder: Path, output: str | os.PathLike[str] | None, name: str = "
     """Return the file of a page: ``output`` if that is one, else the page of that name there, or in ``folder``."""
     if output is None:
         return folder / f"{name}.html"
-    is_file = Path(output).suffix == ".html" and not Path(output).is_dir()
+    is_file = Path(output).suffix.lower() in (".html", ".htm") and not Path(output).is_dir()
     return Path(output) if is_file else Path(output) / f"{name}.html"
 
 

@@ -171,5 +171,6 @@ def _make(lr_scheduler: MakeScheduler, optimizer: torch.optim.Optimizer, num_ste
     if not isinstance(made, LRScheduler) or isinstance(made, ReduceLROnPlateau):
         accepted = "a function that returns an LRScheduler whose step needs no metric"
         cure = "For example lambda optimizer, num_steps: CosineAnnealingLR(optimizer, num_steps)."
+        cure = _checks.ON_PLATEAUS if isinstance(made, ReduceLROnPlateau) else cure
         raise ArgumentTypeError("lr_scheduler", made, accepted, cure)
     return made

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -43,7 +44,7 @@ def load_best(
 
     Raises:
         NoHistoryError: no run has been there.
-        ArgumentError: none of its checkpoints is the best, for nothing was validated; or it has no averages.
+        ArgumentError: none of its checkpoints is the best, for no validation had a finite loss; or it has no averages.
         CheckpointCorruptError: what is there is of another model, or not as it was written.
 
     >>> import autoaccum, tempfile, torch
@@ -88,8 +89,14 @@ def _nothing_there(place: Path, skipped: tuple[str, ...]) -> Exception:
     if skipped:
         return CheckpointCorruptError(place / "checkpoints", f"holds no whole best checkpoint: {' '.join(skipped)}")
     # A run that has never validated has checkpoints, of which none is better than another.
-    if not checkpoint.every(place / "checkpoints")[0]:
-        return NoHistoryError(place, "the checkpoints of a run")
+    written, _ = checkpoint.every(place / "checkpoints")
+    if not written:
+        return NoHistoryError(place, "the checkpoints of a run", "")
+    # NaN is lower than nothing: a run that has diverged validates, and has no best.
+    if losses := [loss for one in written if isinstance(loss := one.facts.get("validation_loss"), float)]:
+        value = "metric, the one that KeepBest goes by" if any(map(math.isfinite, losses)) else "loss"
+        cure = "All were NaN or infinite: look for such numbers in validation_data, lower lr, or pass clip_norm to fit."
+        return ArgumentError("run_dir", str(place), f"a run one of whose validations had a finite {value}", cure)
     cure = "Pass validation_data to fit: by it the best is known, from the first validation on. A run that was "
     cure += "stopped goes on from its last checkpoint when fit is called again."
     return ArgumentError("run_dir", str(place), "the directory of a run that has validated", cure)
@@ -101,7 +108,6 @@ def _made(model: Any) -> nn.Module:
     Raises:
         ArgumentTypeError: it is none.
     """
-    accepted = "a model, a function () -> model, or a recipe such as 'recipe.py:function'"
     if isinstance(model, str):
         # Its own error is the user's to see, without the frames that have called it.
         try:
@@ -114,7 +120,7 @@ def _made(model: Any) -> nn.Module:
         model = model()
     # What a function or a recipe has made may be anything.
     if not isinstance(model, nn.Module):
-        raise ArgumentTypeError("model", model, accepted)
+        raise ArgumentTypeError("model", model, "a model, a function () -> model, or a recipe, 'recipe.py:function'")
     return model
 
 

@@ -180,10 +180,12 @@ class Predictor(Validator):
         try:
             whole = kept[0] if len(kept) == 1 else batches.joined_by(kept, _is_leaf, batches.join_rows)
         except DataError as error:
+            # Written for windows of training, of which there is none: only the cause is of use here.
+            reason = _differing(kept) or f"cannot be joined: {error.__cause__ or error}"
             raise DataError(
-                f"the outputs of several micro-batches cannot be joined: {error} Pass forward=(model, batch) -> "
-                f"outputs that returns what is of one shape, or a list with one entry per sample."
-            ) from error
+                f"forward: the outputs of several micro-batches {reason}. Return a list with one entry per sample, as "
+                f"by forward=lambda model, batch: list(model(batch)), or what is of one shape."
+            ) from None
         # Nearly always: to take rows by their places copies all of them once more.
         if places == sorted(places):
             return whole
@@ -194,6 +196,20 @@ class Predictor(Validator):
 
 def _is_leaf(value: Any) -> bool:
     return isinstance(value, list) or batches.is_leaf(value)
+
+
+def _differing(parts: Sequence[Any]) -> str:
+    """Return in what outputs of micro-batches differ, but for their number of samples; empty where in nothing."""
+    by_path = [batches.leaves_by_path(part, _is_leaf) for part in parts]
+    # As where a model returns more of some samples than of others.
+    if len({tuple(sorted(leaves)) for leaves in by_path}) > 1:
+        return f"hold {' and '.join(sorted({', '.join(sorted(leaves)) for leaves in by_path}))}"
+    for path in by_path[0]:
+        shapes = {tuple(leaf.shape[1:]) for leaves in by_path if isinstance(leaf := leaves[path], torch.Tensor)}
+        if len(shapes) > 1:
+            whose = f" of {path}" if path else ""
+            return f"have different shapes{whose}, {' and '.join(map(str, sorted(shapes)[:2]))} per sample"
+    return ""
 
 
 def _on_host(outputs: Any, size: int) -> Any:

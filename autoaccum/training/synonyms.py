@@ -28,40 +28,59 @@ _BEST = "Pass validation_data and run_dir: the best is kept, by its loss or by w
 _BEST += "autoaccum.callbacks.KeepBest('accuracy', 'max')] names, and autoaccum.load_best(run_dir, model) reads it"
 _OPTIMIZER = "Pass optimizer, such as lambda params: torch.optim.AdamW(params, weight_decay=0.1)"
 _SCHEDULER = "Pass lr_scheduler, (optimizer, num_steps) -> scheduler"
+_VALIDATING = "Pass validate_every, in samples: eval_steps times effective_batch; or leave it out, for each epoch's "
+_VALIDATING += "end is the default"
+_WATCHING = "Pass callbacks=[autoaccum.callbacks.EarlyStopping(metric='accuracy', mode='max')], or "
+_WATCHING += "autoaccum.callbacks.KeepBest('accuracy', 'max'), beside validation_data and metrics"
+_LESS = "Pass steps, or samples, for a shorter run; or torch.utils.data.Subset(dataset, range(1000)) as data"
+_TIME = "Pass callbacks=[function], (record) -> None, that raises autoaccum.StopTraining once the time is over"
+_DTYPE = "Pass precision='bf16' or 'fp16'; the model's weights stay of the type that they are of, model.double() say"
+_EVALUATING = "Leave it out: what fits at once is found out for validations too, and max_micro_batch bounds it"
 
 # By what people mean and not by how they spell it: see ``_plain``.
 ELSEWHERE = {
     "batchsize trainbatchsize globalbatchsize perdevicetrainbatchsize pergputrainbatchsize bs": _BATCH,
+    "totalbatchsize targetbatchsize totaltrainbatchsize": _BATCH,
+    "perdeviceevalbatchsize pergpuevalbatchsize evalbatchsize valbatchsize": _EVALUATING,
     "gradientaccumulationsteps accumulategradbatches accumulationsteps numaccumulationsteps gradaccum": _FITS,
-    "autofindbatchsize autoscalebatchsize devicetrainmicrobatchsize trainmicrobatchsizepergpu": _FITS,
+    "accumsteps autofindbatchsize autoscalebatchsize devicetrainmicrobatchsize trainmicrobatchsizepergpu": _FITS,
     "maxepochs numtrainepochs numepochs nepochs nbepochs maxduration": "Pass epochs",
-    "maxsteps numsteps totalsteps nsteps": "Pass steps, of the optimizer",
+    "maxsteps numsteps totalsteps nsteps maxiters iterations numiterations": "Pass steps, of the optimizer",
     "learningrate baselr": "Pass lr",
     "scheduler lrscheduler lrschedulertype schedulers warmup warmupsteps warmupratio": _SCHEDULER,
     "optim optimizers configureoptimizers": "Pass optimizer, (parameters) -> optimizer, or one that is made",
     "weightdecay momentum betas adambeta1 adambeta2 adamepsilon": _OPTIMIZER,
     "criterion loss lossfn lossfunction computeloss": "Pass loss_fn(outputs, targets), or training_step(model, batch)",
+    "labelsmoothing labelsmoothingfactor": "Pass loss_fn=torch.nn.CrossEntropyLoss(label_smoothing=0.1)",
     "computemetrics metric evalmetrics": "Pass metrics, by their names, and validation_data",
     "logger loggers reportto wandb mlflow tensorboard csvlogger": _LOG,
     "callback": "Pass callbacks, a list",
     "earlystopping earlystoppingpatience": _STOP,
+    "monitor greaterisbetter": _WATCHING,
     "ema emadecay useema modelema": "Pass callbacks=[autoaccum.callbacks.EMA(decay=0.999)]",
     "reducelronplateau": "Pass callbacks=[autoaccum.callbacks.ReduceOnPlateau()] beside validation_data",
     "savebest savebestonly loadbestmodelatend metricforbestmodel": _BEST,
     "traindataset traindataloader traindataloaders trainloader dataloader dataset trainset": _DATA,
+    "limittrainbatches overfitbatches maxtrainsamples": _LESS,
+    "maxtime timelimit": _TIME,
+    "droplastbatch dropremainder dataloaderdroplast": "Pass drop_last=True",
     "evaldataset valdata valdataset valdataloader valdataloaders valloader testdata": "Pass validation_data",
-    "evalsteps evalstrategy evaluationstrategy checkvaleverynepoch valcheckinterval": "Pass validate_every",
+    "evalsteps evalstrategy evaluationstrategy checkvaleverynepoch valcheckinterval": _VALIDATING,
     "maxgradnorm gradientclipval gradclip gradclipnorm clipgradnorm": "Pass clip_norm",
     "fp16 bf16 amp mixedprecision useamp": "Pass precision='bf16' or 'fp16'",
+    "dtype torchdtype": _DTYPE,
     "outputdir defaultrootdir savedir checkpointdir logdir": "Pass run_dir, where checkpoints and records go",
     "savesteps saveevery savestrategy": "Pass checkpoint_every",
-    "savetotallimit savetopk": "Pass keep_checkpoints",
+    "savetotallimit savetopk keeplast": "Pass keep_checkpoints",
     "resumefromcheckpoint ckptpath loadpath": "Pass resume=True with the run's run_dir",
     "datacollator collate": "Pass collate_fn",
+    "tokenizer processingclass": "Pass collate_fn, (samples) -> batch, which calls it, or tokenize before training",
+    "groupbylength": "Leave it out: with a collate_fn each window is sorted by length",
+    "modelinit": "Pass the model first: model=model_init()",
     "dataloadernumworkers workers": "Pass num_workers",
     "maxmemory memory memoryfraction gpumemory": "Pass memory_limit, as '8GiB' or 0.5",
     "validationsplit valsplit testsize": "Split the data, by torch.utils.data.random_split; pass validation_data",
-    "strategy distributed ddp numnodes": "Start it by torchrun: its processes train together",
+    "strategy distributed ddp numnodes worldsize": "Start it by torchrun: its processes train together",
     "accelerator devices usecpu": "Pass device; ranks are started by torchrun",
     "gradientcheckpointing activationcheckpointing usegradientcheckpointing": _SAVING,
     "offload cpuoffload offloadactivations activationoffload activationoffloading saveoncpu": _OFFLOAD,
@@ -72,6 +91,12 @@ ELSEWHERE = {
     "verbose enableprogressbar disabletqdm": "Pass progress=True or False",
 }
 """What is called otherwise elsewhere, without its punctuation, and what to do here."""
+
+_IN_A_LOOP = {
+    "effective_batch": "It is the batch that step(batch) is given: let the loader yield all samples of a step.",
+    "lr_scheduler": "Step it yourself, by scheduler.step() after accumulator.step(batch).",
+}
+"""What a loop of the user's own does for arguments that an Accumulator does not have."""
 
 _PASSES = ("evaluate", "predict")
 
@@ -167,20 +192,20 @@ def of_one_batch(method: F) -> F:
 
 def _cure(argument: str, name: str, parameters: list[str]) -> str:
     """Return what to pass to a function in the place of an argument that it does not have."""
+    in_a_loop = _IN_A_LOOP if name == "Accumulator" else {}
     if cure := elsewhere(argument):
         # An Accumulator has no effective batch, say: whoever passed it next would be told so.
         meant = re.match(r"Pass (\w+)[,.;=(]", cure)
-        is_here = meant is None or meant[1] in parameters
         # Arithmetic, which finds out nothing.
         if name == "plan":
             return "Pass effective_batch, the samples of a step, and max_micro_batch, those that fit at once."
         # What fits is found out there as in training, and is bounded likewise.
         if name in _PASSES and meant is not None and meant[1] == "effective_batch":
             return "What fits at once is found out; max_micro_batch bounds it."
-        return cure if is_here else f"autoaccum.fit has one like it, and {name} has none."
-    if argument == "effective_batch" and name == "Accumulator":
-        return "It is the batch that step(batch) is given: let the loader yield all samples of a step."
-    return meant_by(argument, parameters)
+        if meant is None or meant[1] in parameters:
+            return cure
+        return in_a_loop.get(meant[1]) or f"autoaccum.fit has {meant[1]} for it, and {name} has nothing like it."
+    return in_a_loop.get(argument) or meant_by(argument, parameters)
 
 
 def meant_by(argument: str, parameters: Iterable[str]) -> str:

@@ -198,14 +198,59 @@ def test_a_recipe_serves_from_its_folder_under_any_working_directory(
 @pytest.mark.parametrize(
     ("option", "told"),
     [
-        ("--batch-size", "Pass effective_batch"),
-        ("--max-epochs=3", "Pass epochs."),
+        ("--batch-size", "Pass --effective-batch, "),
+        ("--max-epochs=3", "Pass --epochs.\n"),
         ("--epoch", "Did you mean --epochs?"),
+        (
+            "--loss-fn",
+            "Pass loss_fn(outputs, targets), or training_step(model, batch). It is an entry of the dict that",
+        ),
+        ("--optimizer", "It is an entry of the dict that the recipe returns.\n"),
+        (
+            "--early-stopping",
+            "Pass callbacks=[autoaccum.callbacks.EarlyStopping(patience=3)] beside validation_data. It",
+        ),
+        ("--trials", "Pass num_trials to autoaccum.sweep, --trials on the command line.\n"),
+        (
+            "--train-dataset",
+            "Pass the data as the second argument: tensors, a dataset or a DataLoader. It is an entry of the dict",
+        ),
     ],
 )
 def test_what_other_trainers_call_it_is_answered(option: str, told: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["fit", "recipe.py", option, *([] if "=" in option else ["3"])]) == 2
     assert f"error: Unknown option: {option.split('=')[0]}. {told}" in capsys.readouterr().err
+
+
+def test_what_only_training_has_is_no_entry_for_a_check(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["check", "recipe.py", "--max-epochs", "3"]) == 2
+    told = capsys.readouterr().err
+    assert told.startswith("error: Unknown option: --max-epochs.")
+    assert "recipe returns" not in told
+
+
+@pytest.mark.parametrize(
+    ("argv", "told"),
+    [
+        ("plan --effective-batch 256", 'Command "plan" parameter --max-micro-batch is needed, and was left out.'),
+        ("fit", 'Command "fit" parameter RECIPE is needed, and was left out.'),
+        ("plan --effective-batch 8 --max-micro-batch", "parameter --max-micro-batch requires an argument."),
+    ],
+)
+def test_what_was_left_out_is_told_from_what_has_no_value(
+    argv: str, told: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(argv.split()) == 2
+    assert capsys.readouterr().err.endswith(f"{told}\n")
+
+
+def test_keys_of_a_recipes_dict_are_named_as_in_python(
+    tiny: Callable[..., str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["fit", tiny("'batchsize': 8,"), *QUIET]) == 2
+    told = capsys.readouterr().err
+    assert "returned 'batchsize', which fit does not take. Pass effective_batch, the samples" in told
+    assert "--" not in told.split("which fit")[1]
 
 
 # Whoever reads the output.

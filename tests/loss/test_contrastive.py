@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch.nn.functional import cross_entropy, logsigmoid, normalize
 
-from autoaccum.errors import ArgumentError
+from autoaccum.errors import ArgumentError, ArgumentTypeError
 from autoaccum.loss.contrastive import chunked, clip, in_chunks, info_nce, sig_lip, sup_con, triplet
 from autoaccum.testing import simulated_memory
 from tests.models import relative_error
@@ -130,3 +130,23 @@ def test_a_loss_of_rows_becomes_that_of_a_window(chunk: int) -> None:
     assert met[0] == (0, min(chunk, N))
     with pytest.raises(ArgumentError, match="chunk=0"):
         chunked(loss_rows, chunk=0)
+
+
+@pytest.mark.parametrize("loss", [info_nce, sup_con, triplet])
+def test_embeddings_that_were_not_taken_apart_are_told(loss: Any) -> None:
+    """It is called with (embeddings, batch) where it is passed as the loss_fn itself."""
+    both = torch.randn(4, 3), torch.arange(4)
+    told = rf"='a tuple': expected a tensor .*loss_fn=lambda embeddings: {loss.__name__}\(\*embeddings\)\.$"
+    for batch in (both, both[0]):
+        with pytest.raises(ArgumentTypeError, match=told):
+            loss(both, batch)
+    with pytest.raises(ArgumentTypeError, match="='a dict'.*Let embed return both parts"):
+        loss(both[0], {"labels": both[1]})
+
+
+def test_those_with_parameters_name_them() -> None:
+    both = torch.randn(4, 3), torch.randn(4, 3)
+    with pytest.raises(ArgumentTypeError, match=r"^images=.*clip\(\*embeddings, logit_scale=\.\.\.\)"):
+        clip(both, both[0], logit_scale=1.0)  # type: ignore[arg-type]
+    with pytest.raises(ArgumentTypeError, match=r"sig_lip\(\*embeddings, logit_scale=\.\.\., logit_bias"):
+        sig_lip(both, both[0], logit_scale=1.0, logit_bias=0.0)  # type: ignore[arg-type]

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
-from torch.nn.functional import cross_entropy
+from torch.nn.functional import binary_cross_entropy, binary_cross_entropy_with_logits, cross_entropy, kl_div
 
 from autoaccum.errors import DataError
 from autoaccum.loss.functions import loss_function
@@ -48,6 +49,33 @@ def test_numbers_of_classes_in_columns() -> None:
         of(INPUTS, torch.stack([TARGETS] * 4, 1))
     with pytest.raises(DataError, match=r"argmax\(1\), or targets\.float\(\) as probabilities\.$"):
         of(INPUTS, nn.functional.one_hot(TARGETS, 2))
+
+
+@pytest.mark.parametrize("targets", [TARGETS, TARGETS.int(), TARGETS > 0])
+@pytest.mark.parametrize(
+    "loss_fn",
+    [
+        binary_cross_entropy_with_logits,
+        nn.BCEWithLogitsLoss(),
+        lambda outputs, targets: binary_cross_entropy(outputs.sigmoid(), targets),
+        partial(kl_div, reduction="batchmean"),
+    ],
+)
+def test_targets_that_are_to_be_numbers(loss_fn: Any, targets: torch.Tensor) -> None:
+    found = rf"^data: the tensor \[1\] of a batch is of {str(targets.dtype)[6:]}, while the loss computes with float32 "
+    with pytest.raises(DataError, match=rf"{found}.*Convert it: tensor\.to\(torch\.float32\)"):
+        loss_function(loss_fn, None)(nn.Linear(3, 1), (INPUTS, targets[:, None]))
+
+
+def test_targets_are_not_to_blame_for_what_a_model_does() -> None:
+    class Counting(nn.Linear):
+        def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+            torch.zeros(4, dtype=torch.int64).add_(super().forward(inputs)[:, 0])
+            return inputs
+
+    with pytest.raises(RuntimeError, match="can't be cast") as caught:
+        of(INPUTS, TARGETS, Counting(3, 1))
+    assert not isinstance(caught.value, DataError)
 
 
 def test_indices_of_an_embedding_are_no_labels() -> None:

@@ -447,6 +447,7 @@ def test_an_output_that_ends_in_html_is_the_page(run_dir: Path, tmp_path: Path) 
     assert made.path.is_file()
     assert {image.parent for image in made.images} == {tmp_path / "new"}
     assert {image.name for image in made.images} >= {"x-loss.png"}
+    assert write_report([run_dir], tmp_path / "x.htm").path == tmp_path / "x.htm"
     (tmp_path / "y.html").mkdir()
     assert write_report([run_dir], tmp_path / "y.html").path == tmp_path / "y.html" / "report.html"
 

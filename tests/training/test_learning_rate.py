@@ -189,7 +189,7 @@ class TestErrors:
             ({"lr_scaling": "sqrt"}, "base_batch", "the learning rate is right for"),
             ({"lr_scaling": "sqrt", "base_batch": 0}, "base_batch", "at least 1"),
             ({"base_batch": 8}, "base_batch", "lr_scaling beside it"),
-            ({"lr_scheduler": lambda o, n: ReduceLROnPlateau(o)}, "lr_scheduler", "needs no metric"),
+            ({"lr_scheduler": lambda o, n: ReduceLROnPlateau(o)}, "lr_scheduler", "needs no metric.*ReduceOnPlateau"),
             (
                 {"lr_scheduler": ExponentialLR, "num_steps": None, "most_samples": None},
                 "lr_scheduler",

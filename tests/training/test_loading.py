@@ -11,7 +11,7 @@ from torch import nn
 from torch.nn.functional import cross_entropy
 
 import autoaccum
-from autoaccum.callbacks import EMA
+from autoaccum.callbacks import EMA, KeepBest
 from autoaccum.errors import ArgumentError, ArgumentTypeError, CheckpointCorruptError, NoHistoryError
 from autoaccum.events import Validated
 from tests.models import classes, mlp
@@ -126,12 +126,26 @@ class TestAverages:
 class TestRefused:
     def test_where_no_run_was(self, tmp_path: Path) -> None:
         for place in (tmp_path, tmp_path / "nowhere"):
-            with pytest.raises(NoHistoryError, match="a directory that holds the checkpoints of a run"):
+            with pytest.raises(NoHistoryError, match=r"the checkpoints of a run\. Pass the .* passed to fit\.$"):
                 autoaccum.load_best(place, mlp())
 
     def test_where_nothing_was_validated(self, tmp_path: Path) -> None:
         run(tmp_path, mlp(), validation_data=None)
         with pytest.raises(ArgumentError, match="a run that has validated. Pass validation_data to fit"):
+            autoaccum.load_best(tmp_path, mlp())
+
+    def test_where_no_validation_had_a_finite_loss(self, tmp_path: Path) -> None:
+        inputs, targets = torch.full((4, 8), float("nan")), torch.zeros(4, dtype=torch.int64)
+        run(tmp_path, mlp(), validation_data=(inputs, targets))
+        with pytest.raises(ArgumentError, match=r"validations had a finite loss\. .*NaN.*lower lr"):
+            autoaccum.load_best(tmp_path, mlp())
+
+    def test_where_no_validation_had_a_finite_metric(self, tmp_path: Path) -> None:
+        metrics = {"odd": lambda outputs, targets: outputs.sum(1) * float("nan")}
+        run(tmp_path, mlp(), KeepBest("odd", "max"), metrics=metrics)
+        with pytest.raises(
+            ArgumentError, match=r"validations had a finite metric, the one that KeepBest goes by\. .*NaN"
+        ):
             autoaccum.load_best(tmp_path, mlp())
 
     def test_another_model(self, tmp_path: Path) -> None:

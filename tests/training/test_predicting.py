@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import random
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
 from torch.nn.functional import cross_entropy
+from torch.nn.utils.rnn import pad_sequence
 from torch.utils.data import DataLoader, TensorDataset
 
 import autoaccum
@@ -101,8 +103,26 @@ class TestRefused:
             autoaccum.predict(mlp(), classes(6), forward=lambda model, batch: torch.zeros(3, 2))
 
     def test_outputs_of_different_shapes(self) -> None:
-        with pytest.raises(DataError, match="cannot be joined.*a list with one entry per sample"):
-            autoaccum.predict(mlp(), classes(6)[0], forward=lambda model, batch: torch.zeros(len(batch), len(batch)))
+        """The error is one, in words of its own: of windows, or of a collate_fn to be passed, none speaks."""
+        texts = [torch.arange(length) for length in (5, 3, 4)]
+        with pytest.raises(
+            DataError, match=r"^forward: .*different shapes, \(4, 4\) and \(5, 4\) per sample\. Return a list"
+        ) as caught:
+            autoaccum.predict(nn.Embedding(8, 4), texts, collate_fn=partial(pad_sequence, batch_first=True))
+        assert "window" not in str(caught.value)
+        assert caught.value.__suppress_context__
+        assert caught.value.__cause__ is None
+
+    def test_outputs_of_different_parts(self) -> None:
+        def forward(model: Any, batch: Any) -> Any:
+            return {"few" if len(batch) == 1 else "many": batch}
+
+        with pytest.raises(DataError, match=r"micro-batches hold \['few'\] and \['many'\]"):
+            autoaccum.predict(mlp(), classes(6)[0], forward=forward)
+
+    def test_what_is_of_no_sample_and_differs(self) -> None:
+        with pytest.raises(DataError, match=r"cannot be joined: \['size'\] belongs to a whole batch, and is 1"):
+            autoaccum.predict(mlp(), classes(6)[0], forward=lambda model, batch: {"size": len(batch), "own": batch})
 
     def test_an_order_that_is_drawn(self) -> None:
         loader = DataLoader(TensorDataset(*classes(6)), shuffle=True)

@@ -40,6 +40,23 @@ DATA = torch.randn(8, 4), torch.randint(0, 2, (8,))
         ("offload_optimizer", "memory_saving='offload'"),
         ("cpu_offload", "memory_saving='offload'"),
         ("efective_batch", "effective_batch"),
+        ("eval_steps", "validate_every, in samples: eval_steps times effective_batch"),
+        ("evaluation_strategy", "leave it out, for each epoch's end is the default"),
+        ("per_device_eval_batch_size", "Leave it out.*max_micro_batch bounds it"),
+        ("label_smoothing_factor", r"loss_fn=torch.nn.CrossEntropyLoss\(label_smoothing=0.1\)"),
+        ("limit_train_batches", "Pass steps, or samples.*Subset"),
+        ("greater_is_better", r"EarlyStopping\(metric='accuracy', mode='max'\).*KeepBest"),
+        ("accum_steps", "Leave it out"),
+        ("total_batch_size", "Pass effective_batch"),
+        ("max_iters", "Pass steps"),
+        ("max_time", "StopTraining"),
+        ("group_by_length", "Leave it out.*sorted by length"),
+        ("dtype", "Pass precision"),
+        ("keep_last", "Pass keep_checkpoints"),
+        ("tokenizer", "Pass collate_fn"),
+        ("world_size", "torchrun"),
+        ("drop_remainder", "Pass drop_last=True"),
+        ("model_init", r"model=model_init\(\)"),
     ],
 )
 def test_what_others_call_it_is_answered_with_our_name(argument: str, told: str) -> None:
@@ -59,17 +76,28 @@ def test_a_function_that_has_nothing_like_it_says_so() -> None:
     """An Accumulator's effective batch is the batch that it is given."""
     model = nn.Linear(4, 2)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    with pytest.raises(ArgumentTypeError, match=r"autoaccum.fit has one like it, and Accumulator has none\.$"):
-        autoaccum.Accumulator(model, optimizer, loss_fn=cross_entropy, batch_size=8)  # type: ignore[call-arg]
+    with pytest.raises(ArgumentTypeError, match=r"autoaccum.fit has epochs for it, and Accumulator has nothing like"):
+        autoaccum.Accumulator(model, optimizer, loss_fn=cross_entropy, max_epochs=8)  # type: ignore[call-arg]
     with pytest.raises(ArgumentTypeError, match=r"Pass clip_norm\.$"):
         autoaccum.Accumulator(model, optimizer, loss_fn=cross_entropy, max_grad_norm=1.0)  # type: ignore[call-arg]
 
 
-def test_an_accumulator_has_the_effective_batch_that_it_is_given() -> None:
+@pytest.mark.parametrize(
+    ("argument", "told"),
+    [
+        ("effective_batch", r"the batch that step\(batch\) is given"),
+        ("batch_size", r"the batch that step\(batch\) is given"),
+        ("per_device_train_batch_size", r"the batch that step\(batch\) is given"),
+        ("scheduler", r"by scheduler.step\(\) after accumulator.step\(batch\)\.$"),
+        ("lr_scheduler", r"by scheduler.step\(\) after accumulator.step\(batch\)\.$"),
+    ],
+)
+def test_what_a_loop_of_ones_own_does_is_said(argument: str, told: str) -> None:
     model = nn.Linear(4, 2)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    with pytest.raises(ArgumentTypeError, match=r"the batch that step\(batch\) is given"):
-        autoaccum.Accumulator(model, optimizer, loss_fn=cross_entropy, effective_batch=8)  # type: ignore[call-arg]
+    options: dict[str, Any] = {argument: 8}
+    with pytest.raises(ArgumentTypeError, match=told):
+        autoaccum.Accumulator(model, optimizer, loss_fn=cross_entropy, **options)
 
 
 def test_inputs_and_targets_are_one_argument() -> None:

@@ -872,7 +872,7 @@ class TestValidateEvery:
 
     @pytest.mark.parametrize("wrong", [0, -1, 2.5, "epoch"])
     def test_it_is_a_number_of_samples(self, wrong: Any) -> None:
-        with pytest.raises(autoaccum.AutoaccumError, match="validate_every=.*at least 1"):
+        with pytest.raises(autoaccum.AutoaccumError, match="validate_every=.*at least 1.*at the end of each epoch"):
             fit(validate_every=wrong, validation_data=classes(4))
 
     def test_not_after_a_callback_has_ended_the_run(self) -> None:
