@@ -33,6 +33,8 @@ MAX_FILES = 1000
 """Keep at most so many files; the one that was not used for longest is dropped for a new one."""
 MAX_TRIALS = 32
 """Keep at most so many trials in a file, the newest."""
+CLOSE = 0.9
+"""The share of a limit from which on a peak is close to it, and what ran there may have been slow for that."""
 # Names of our files, half-written ones too. The directory may be one that the user named and keeps other files in.
 _OURS = re.compile(r"trials-[0-9a-f]{32}(\.json|\.\w+\.tmp)")
 _OUTCOME = ("fits", "peak_bytes", "predicted_bytes", "seconds", "allocated_bytes")
@@ -69,8 +71,8 @@ class Past:
     def load(self, key: str, limit_bytes: int = 0) -> tuple[Trial, ...]:
         """Return the trials saved under a key, oldest first; none when there is no such file, or no sense in it.
 
-        ``fits`` was said under that run's limit, and peaks on a CPU count what else that process held. Where that run
-        was pressed by its limit, and ``limit_bytes`` are clearly more, no trial says how long it took.
+        ``fits`` was said under that run's limit, and peaks on a CPU count what else that process held. What came close
+        to that limit does not say how long it took, where ``limit_bytes`` are clearly more.
         """
         path = self._path(key)
         document = _read(path)
@@ -78,15 +80,18 @@ class Past:
             return ()
         with suppress(OSError):
             os.utime(path)  # the files used last are the last to be dropped
-        trials, pressed_by = _trials(document) or (), document.get("pressed_by_bytes")
+        trials, of_then = _trials(document) or (), document.get("limit_bytes")
+        if not isinstance(of_then, int | float) or limit_bytes <= SURELY_MORE * of_then:
+            return trials
         # A size that just fits is slow for reasons of its own: memory is given back and taken again. Believed under a
         # limit that leaves room it would look as if larger ones were no faster, and no run would ever try them.
-        if isinstance(pressed_by, int | float) and limit_bytes > SURELY_MORE * pressed_by:
-            return tuple(replace(trial, seconds=None) for trial in trials)
-        return trials
+        close = CLOSE * of_then, SURELY_MORE * of_then
+        return tuple(
+            replace(one, seconds=None) if close[0] < (one.peak_bytes or 0) <= close[1] else one for one in trials
+        )
 
     def save(
-        self, key: str, trials: Iterable[Trial], *, model: str, device: str, pressed_by_bytes: int | None = None
+        self, key: str, trials: Iterable[Trial], *, model: str, device: str, limit_bytes: int | None = None
     ) -> None:
         """Keep the newest trial of each size, at most ``MAX_TRIALS`` of them, in place of what the key had.
 
@@ -95,14 +100,14 @@ class Past:
             trials: oldest first.
             model: class of the model, for people to read.
             device: its type and name, likewise.
-            pressed_by_bytes: the limit that the run came close to; None where it did not.
+            limit_bytes: under which they were tried, the newest at least.
         """
         document = {
             "format": FORMAT,
             "saved": datetime.fromtimestamp(clock.stamp(), UTC).isoformat(timespec="seconds"),
             "model": model,
             "device": device,
-            **({} if pressed_by_bytes is None else {"pressed_by_bytes": pressed_by_bytes}),
+            **({} if limit_bytes is None else {"limit_bytes": limit_bytes}),
             "trials": [_entry(trial) for trial in _newest(trials)],
         }
         with suppress(OSError):  # a full disk, a directory of another user: then the next run searches again

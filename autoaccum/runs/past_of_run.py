@@ -21,8 +21,6 @@ from autoaccum.runs.past import Past
 # By directory and key, what ran out of memory in this process, and with how many bytes of room for it. In a file it
 # would outlive its reasons: what else was on the device then, and how memory was fragmented.
 _refused: dict[tuple[Path, str], tuple[Trial, int]] = {}
-CLOSE = 0.9
-"""The share of a limit from which on a peak is close to it, and what ran there may have been slow for that."""
 
 
 class PastOfRun:
@@ -74,11 +72,9 @@ class PastOfRun:
             return
         measured = [trial for trial in tuner.learnt() if trial.peak_bytes is not None]
         if measured:  # else what is there stays, untouched
-            limit_bytes = tuner.limits.limit_bytes
-            is_pressed = any(not one.fits or (one.peak_bytes or 0) > CLOSE * limit_bytes for one in tuner.history)
             self._past.save(
                 self._key, [*tuner.past, *measured], model=self._model, device=describe(self._device),
-                pressed_by_bytes=limit_bytes if is_pressed else None,
+                limit_bytes=tuner.limits.limit_bytes,
             )  # fmt: skip
         refused = tuner.refused()
         if refused is not None and refused != tuner.told:

@@ -38,7 +38,7 @@ def of_data(arguments: FitArguments, epoch_samples: int | None, asked: Callable[
         # Whoever collates has samples, and whoever says how batches are cut has batches.
         if isinstance(data, list) and data and not is_said and arguments.collate_fn is None:
             said += [lists.notice(argument)] if lists.read(data, argument).is_new else []
-    if epoch_samples is not None and _ends_in_one(arguments, epoch_samples, asked()):
+    if epoch_samples is not None and _ends_in_one(arguments, epoch_samples, asked):
         said.append(_ONE_SAMPLE)
     # Where both leave out as many nothing is other than in a loop over the loader.
     if _loader_drops(arguments.data) and epoch_samples is not None:
@@ -73,13 +73,14 @@ def of_validation(trained: Any, validated: Any) -> list[Notice]:
     ]
 
 
-def _ends_in_one(arguments: FitArguments, epoch_samples: int, window: int) -> bool:
+def _ends_in_one(arguments: FitArguments, epoch_samples: int, asked: Callable[[], int]) -> bool:
     """Return whether the run comes to a window of one sample with BatchNorm layers that normalise by it."""
-    if arguments.drop_last or arguments.batch_norm == "frozen" or epoch_samples % window != 1:
+    # A schedule is a function of the user's: it is asked where something depends on that.
+    if arguments.drop_last or arguments.batch_norm == "frozen" or not count_batch_norms(arguments.modules()):
         return False
+    window = asked()
     budgets = (arguments.samples, None if arguments.steps is None else arguments.steps * window)
-    comes_there = all(budget is None or budget >= epoch_samples for budget in budgets)
-    return comes_there and count_batch_norms(arguments.modules()) > 0
+    return epoch_samples % window == 1 and all(budget is None or budget >= epoch_samples for budget in budgets)
 
 
 def _are_alike(ours: Any, theirs: Any) -> bool:

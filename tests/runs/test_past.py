@@ -48,14 +48,23 @@ def test_what_was_saved_is_loaded_to_the_bit(store: Past) -> None:
 
 
 @pytest.mark.parametrize(
-    ("pressed_by_bytes", "limit_bytes", "are_timed"), [(1000, 1050, True), (1000, 1051, False), (None, 10**9, True)]
+    ("limit_then", "limit_now", "not_believed"),
+    [
+        (8800, 9240, ()),  # the peaks are 1000, 8000, and none
+        (8800, 9241, (8,)),
+        (7700, 9000, (8,)),
+        (7600, 9000, ()),  # which cannot have been tried under that limit
+        (9000, 90_000, ()),
+        (1100, 1200, (1,)),
+        (None, 10**9, ()),
+    ],
 )
 def test_what_was_timed_close_to_a_limit_is_not_believed_under_a_larger_one(
-    store: Past, pressed_by_bytes: int | None, limit_bytes: int, are_timed: bool
+    store: Past, limit_then: int | None, limit_now: int, not_believed: tuple[int, ...]
 ) -> None:
-    store.save(KEY, TRIALS, model="Net", device="cpu", pressed_by_bytes=pressed_by_bytes)
-    loaded = store.load(KEY, limit_bytes)
-    assert loaded == (TRIALS if are_timed else tuple(replace(trial, seconds=None) for trial in TRIALS))
+    store.save(KEY, TRIALS, model="Net", device="cpu", limit_bytes=limit_then)
+    expected = [replace(trial, seconds=None) if trial.micro_batch in not_believed else trial for trial in TRIALS]
+    assert store.load(KEY, limit_now) == tuple(expected)
 
 
 def test_a_second_save_replaces_the_first(store: Past) -> None:
