@@ -193,6 +193,9 @@ def of_one_batch(method: F) -> F:
 def _cure(argument: str, name: str, parameters: list[str]) -> str:
     """Return what to pass to a function in the place of an argument that it does not have."""
     in_a_loop = _IN_A_LOOP if name == "Accumulator" else {}
+    # To which the cure of what it finds itself leads.
+    if name in ("check", "probe") and argument in ("loss_scope", "embed"):
+        return f"Train with it: fit measures a loss over the whole window in its first one, and {name} has none."
     if cure := elsewhere(argument):
         # An Accumulator has no effective batch, say: whoever passed it next would be told so.
         meant = re.match(r"Pass (\w+)[,.;=(]", cure)

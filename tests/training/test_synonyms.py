@@ -72,6 +72,13 @@ def test_what_nobody_knows_has_no_cure() -> None:
     assert str(caught.value) == "quux=1: expected an argument that probe has."
 
 
+@pytest.mark.parametrize("argument", ["loss_scope", "embed"])
+def test_what_a_check_advises_and_does_not_take_is_for_fit(argument: str) -> None:
+    options: dict[str, Any] = {argument: "window"}
+    with pytest.raises(ArgumentTypeError, match=r"Train with it: fit measures a loss over the whole window"):
+        autoaccum.check(nn.Linear(4, 2), DATA, loss_fn=cross_entropy, **options)
+
+
 def test_a_function_that_has_nothing_like_it_says_so() -> None:
     """An Accumulator's effective batch is the batch that it is given."""
     model = nn.Linear(4, 2)
