@@ -16,6 +16,7 @@ from autoaccum.errors import NoHistoryError
 from autoaccum.reporting.columns import Run, load_run
 from autoaccum.reporting.facts import Answer, format_seconds
 from autoaccum.sweeps.best_lr import BestLr, Growth, best_lrs_of, growth_answer, growth_of
+from autoaccum.sweeps.spaces import described
 
 SETTINGS = "autoaccum"
 """Name of the user attribute by which a study is known to be a sweep's, and that holds its settings."""
@@ -23,6 +24,8 @@ ORIGIN = "autoaccum origin"
 """Name of the user attribute that holds by what the last call of a study was started: versions, command, commit."""
 _ENOUGH = 8
 """Number of complete trials from which on something is said about importance."""
+_FEW_RANGES = 3
+"""Number of ranges of one parameter, of calls that follow each other, up to which each is told."""
 _TOTALS = ("num_samples", "seconds", "search_trials", "ooms", "replays", "wasted_samples")
 """User attributes of trials that are summed."""
 _LOSS = "validation_loss"
@@ -137,7 +140,7 @@ def facts_of(study: optuna.Study) -> StudyFacts:
         ranges={name: ends for name, searched in space.items() if (ends := _ends(searched)) is not None},
         trials=tuple(trials),
         answers=(
-            _searched(space, settings["samples"], metrics, signs),
+            _searched(space, frozen, settings["samples"], metrics, signs),
             _ended(counts),
             _found([trial for trial in trials if trial.number in best], metrics, signs),
             _cost(frozen, totals, counts),
@@ -222,11 +225,20 @@ def _points(trials: Sequence[TrialFacts], sign: int) -> list[tuple[int, float, f
 
 
 def _searched(
-    space: Mapping[str, BaseDistribution], num_samples: int, metrics: Sequence[str], signs: Sequence[int]
+    space: Mapping[str, BaseDistribution],
+    trials: Sequence[FrozenTrial],
+    num_samples: int,
+    metrics: Sequence[str],
+    signs: Sequence[int],
 ) -> Answer:
     """Say what was searched and for what, as the study's trials tell."""
     # From the trials and not from the call: several calls may have searched, with other ranges.
-    each = [f"{name} {_range(distribution)}" for name, distribution in space.items()]
+    each = []
+    for name, whole in space.items():
+        ranges = list(dict.fromkeys(described(t.distributions[name]) for t in trials if name in t.distributions))
+        # A search_space may give each trial a range of its own, of which nobody reads a list.
+        is_listed = len(ranges) <= _FEW_RANGES
+        each.append(f"{name} {', then '.join(ranges) if is_listed else f'{described(whole)}, in {len(ranges)} ranges'}")
     what = f"{'; '.join(each)}. " if each else ""
     sought = [f"the {_END[sign]} {name}" for name, sign in zip(metrics, signs, strict=True)]
     text = f"{what}A trial has {num_samples:,} samples, and what is sought is {listed(sought)}."
@@ -259,15 +271,6 @@ def _ends(distribution: Any) -> tuple[float, float] | None:
     if any(isinstance(choice, bool) or not isinstance(choice, int | float) for choice in choices):
         return None
     return min(choices), max(choices)  # type: ignore[type-var, return-value]
-
-
-def _range(distribution: BaseDistribution) -> str:
-    """Return a distribution's values for people; choices with a comma in them are quoted."""
-    if isinstance(distribution, CategoricalDistribution):
-        choices = [repr(choice) if "," in str(choice) else str(choice) for choice in distribution.choices]
-        return f"among {', '.join(choices)}"
-    low, high = (getattr(distribution, end) for end in ("low", "high"))
-    return f"from {low:g} to {high:g}{' (logarithmic)' if getattr(distribution, 'log', False) else ''}"
 
 
 def _ended(counts: Mapping[str, int]) -> Answer:

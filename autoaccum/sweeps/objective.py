@@ -30,9 +30,10 @@ from autoaccum.errors import (
 from autoaccum.memory.oom import is_out_of_memory
 from autoaccum.runs.configuration import PARAMETERS, differing, known_then
 from autoaccum.sweeps import draw
+from autoaccum.sweeps.claims import FINISHED
 from autoaccum.sweeps.facts import SETTINGS
 from autoaccum.sweeps.options import Arguments
-from autoaccum.sweeps.spaces import MINIMISED, Batches, Direction, LearningRates
+from autoaccum.sweeps.spaces import MINIMISED, Batches, Direction, LearningRates, described, written
 from autoaccum.training import recipes
 from autoaccum.training.options import OF_FIT
 
@@ -224,8 +225,29 @@ class Objective:
                 try:
                     check_distribution_compatibility(old, new)
                 except ValueError:
+                    accepted = f"{written(old)!r}, as study {study.study_name!r} has it"
                     cure = "Optuna cannot change it within a study: choose another study_name and another directory."
-                    raise ArgumentError(name, new, f"{old}, as study {study.study_name!r} has it", cure) from None
+                    raise ArgumentError(name, written(new), accepted, cure) from None
+
+    def tell_other_ranges(self, study: optuna.Study) -> None:
+        """Warn where a study has trials of another range than this call's, which Optuna lets change."""
+        for name in ("lr", "effective_batch"):
+            # Ranges of a search_space may differ from trial to trial.
+            if getattr(self, name) is None:
+                continue
+            new = self.distributions.get(name)
+            for trial in study.get_trials(deepcopy=False, states=FINISHED):
+                old = trial.distributions.get(name)
+                if trial.distributions and old != new:
+                    before, now = (described(each) if each else "at one value" for each in (old, new))
+                    warnings.warn(
+                        f"Study {study.study_name!r} has trials for which {name} was searched {before}, and not {now}. "
+                        f"They count as trials of this sweep, and the best may be one of them. Choose another "
+                        f"study_name and another directory to have a study of this call's alone.",
+                        AutoaccumWarning,
+                        stacklevel=5,  # where sweep was called
+                    )
+                    break  # one of them is enough to know
 
     def check_new(self, arguments: Arguments) -> None:
         """Refuse a model that another trial has trained.

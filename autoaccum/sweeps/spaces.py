@@ -12,7 +12,7 @@ from importlib.util import find_spec
 from typing import Any, Literal, TypeVar, get_args
 
 from optuna import pruners, samplers
-from optuna.distributions import BaseDistribution, FloatDistribution
+from optuna.distributions import BaseDistribution, CategoricalDistribution, FloatDistribution
 from optuna.exceptions import ExperimentalWarning
 from optuna.pruners import BasePruner
 from optuna.samplers import BaseSampler
@@ -123,6 +123,25 @@ def _values(
             cure = f"A range of one value is that value: {found[0]:g}."
         raise ArgumentError(argument, given, accepted, cure)
     return found[0], found[1]
+
+
+def written(distribution: Any) -> str:
+    """Return what a distribution draws from as the text that would be passed for it.
+
+    >>> written(FloatDistribution(1e-4, 0.1, log=True)), written(CategoricalDistribution([25, 50]))
+    ('0.0001:0.1', '25,50')
+    """
+    if isinstance(distribution, CategoricalDistribution):
+        return ",".join(map(str, distribution.choices))
+    return f"{distribution.low}:{distribution.high}"
+
+
+def described(distribution: Any) -> str:
+    """Return a distribution's values in words; choices with a comma in them are quoted."""
+    if isinstance(distribution, CategoricalDistribution):
+        choices = [repr(choice) if "," in str(choice) else str(choice) for choice in distribution.choices]
+        return f"among {', '.join(choices)}"
+    return f"from {distribution.low:g} to {distribution.high:g}{' (logarithmic)' if distribution.log else ''}"
 
 
 def metrics(metric: Any, direction: Any) -> tuple[tuple[str, ...], tuple[Direction, ...]]:

@@ -187,6 +187,8 @@ def _swept(given: SweepArguments, checked: Checked, crew: Crew | None) -> optuna
 
         with _quiet(), answering(storage, path):
             study = claims.open(study_of)
+            if _parent is None:  # else all processes would say the same
+                objective.tell_other_ranges(study)
             with (
                 suppress(Interrupted),  # its trial is left as it is, to be gone on with
                 _joined_by(given),

@@ -247,7 +247,12 @@ def test_ranges_may_have_changed_between_calls() -> None:
     tried = [(lr, batch) for lr in (0.2, 0.3, 0.4, 0.5) for batch in (16, 64)]
     changed = study(*(trial(lr, lr, batch, space=ranges[at % 2]) for at, (lr, batch) in enumerate(tried)))
     assert list(importances_of(changed)[0]) == ["lr", "effective_batch"]
-    assert answer(facts_of(changed), "searched").startswith("lr from 0.1 to 2 (logarithmic); ")
+    assert answer(facts_of(changed), "searched").startswith(
+        "lr from 0.1 to 0.5 (logarithmic), then from 0.2 to 2 (logarithmic); "
+    )
+    many = [{"lr": FloatDistribution(0.1, high)} for high in (0.2, 0.3, 0.4, 0.5)]
+    changed = study(*(trial(0.1, space=dict(space)) for space in many))
+    assert answer(facts_of(changed), "searched").startswith("lr from 0.1 to 0.5, in 4 ranges; ")
 
 
 def test_importance_that_cannot_be_told() -> None:
