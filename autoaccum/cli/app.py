@@ -32,6 +32,11 @@ from autoaccum.training.synonyms import elsewhere
 COMMANDS = "autoaccum.cli.commands"
 """Where cyclopts finds a command by its name, once it is called."""
 
+_BUDGETS = ("epochs", "steps")
+"""Budgets that a sweep has no option for: trials of different effective batches would see other samples by them."""
+_ANSWERED = tuple(f"Pass {name}" for name in _BUDGETS)
+"""What begins the answer to the names that other trainers have for these."""
+
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command and return the exit code."""
@@ -52,6 +57,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             option = (error.token.keyword or error.token.value).split("=")[0]
             # What is spelt alike is not what is meant: batch-size is near to batch-dim.
             cure = elsewhere(option)
+            if words[:1] == ["sweep"] and (option.strip("-") in _BUDGETS or cure.startswith(_ANSWERED)):
+                cure = "The budget of a sweep is --samples, the same for all trials."
             return fail(CycloptsError(msg=f"Unknown option: {option}. {cure}") if cure else error, 2)
         # What another command line would cure is told in one line each, by the code that scripts can go by.
         except (CycloptsError, ArgumentError, RecipeError, ResumeError) as error:

@@ -128,8 +128,8 @@ class Objective:
             and not isinstance(self.effective_batch, tuple | list)
             and not self.search_space
         ):
-            cure = "Pass (low, high), or search_space."
-            raise ArgumentError("lr", self.lr, "something to search for, in lr, effective_batch or search_space", cure)
+            cure = "Pass lr=(1e-4, 1e-1) or effective_batch=[32, 64, 128]; in Python search_space does, too."
+            raise ArgumentError("lr", self.lr, "something to search for", cure)
         trial, arguments = draw.first_draw(self.arguments)
         self._check_comparable(arguments)
         # Built as a trial's, and never run: it finds what cannot be trained, before a trial is spent on it.

@@ -55,7 +55,8 @@ def learning_rates(value: Any) -> LearningRates:
     >>> learning_rates("1e-4:1e-2"), learning_rates("1e-4,1e-3"), learning_rates(0.01)
     ((0.0001, 0.01), [0.0001, 0.001], 0.01)
     """
-    accepted = "(low, high) or 'low:high', [low, high] or 'low,high' to choose from, or a number above 0"
+    # What stands before "or" is Python's, and the text behind it the command line's: see cli.spelling.
+    accepted = "(1e-4, 1e-1) or '1e-4:1e-1' for a range, [1e-4, 1e-3] or '1e-4,1e-3' to choose from, or a number"
     return _values("lr", value, float, positive_number, accepted)
 
 
@@ -65,7 +66,7 @@ def batches(value: Any) -> Batches:
     >>> batches("32:256"), batches((30, 100)), batches("64,96")
     ([32, 64, 128, 256], (30, 100), [64, 96])
     """
-    accepted = "(low, high) or 'low:high', [32, 64] or '32,64' to choose from, or a number"
+    accepted = "(32, 1024) or '32:1024' for a range, [32, 64] or '32,64' to choose from, or a number"
     found = _values("effective_batch", value, int, positive_int, accepted)
     if not isinstance(found, tuple):
         return found

@@ -96,7 +96,7 @@ def test_estimate_ends_with_3_where_nothing_fits(tiny: Callable[..., str], capsy
 
 
 @pytest.mark.parametrize(
-    ("given", "named"), [((), "device_memory=None"), (("--device-memory", "much"), "--device-memory much")]
+    ("given", "named"), [((), "--device-memory"), (("--device-memory", "much"), "--device-memory much")]
 )
 def test_estimate_wants_to_know_the_device(
     given: tuple[str, ...], named: str, tiny: Callable[..., str], capsys: pytest.CaptureFixture[str]

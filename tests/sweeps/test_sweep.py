@@ -427,9 +427,9 @@ def test_trials_that_a_user_queues_come_first(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"lr": (1e-2, 1e-3)}, "lr=(0.01, 0.001): expected (low, high)"),
+        ({"lr": (1e-2, 1e-3)}, "lr=(0.01, 0.001): expected (1e-4, 1e-1) or '1e-4:1e-1' for a range"),
         ({"lr": "1e-3:x"}, "lr='1e-3:x': expected"),
-        ({"lr": (1e-3, 1e-2, 1e-1)}, "expected (low, high)"),
+        ({"lr": (1e-3, 1e-2, 1e-1)}, "expected (1e-4, 1e-1)"),
         ({"lr": -1.0}, "lr=-1.0: expected a number above 0"),
         ({"effective_batch": [16, 16]}, "effective_batch=[16, 16]: expected"),
         ({"effective_batch": "64:32"}, "effective_batch='64:32': expected"),
@@ -445,7 +445,7 @@ def test_trials_that_a_user_queues_come_first(tmp_path: Path) -> None:
         ({"jobs": 0}, "jobs=0: expected an int of at least 1"),
         ({"run_dir": "runs"}, "run_dir='runs': expected arguments of sweep, or of fit"),
         ({"n_trials": 1}, "Pass num_trials to autoaccum.sweep, --trials on the command line."),
-        ({"lr": 0.1, "effective_batch": 16}, "Pass (low, high), or search_space."),
+        ({"lr": 0.1, "effective_batch": 16}, "lr=0.1: expected something to search for. Pass lr=(1e-4, 1e-1) or effe"),
         ({"effective_batch": None}, "effective_batch=None: expected samples to choose from"),
         ({"search_space": lambda trial: {"width": 3}}, "Write 'def recipe(width): ...' and use it there."),
         ({"optimizer": torch.optim.SGD}, "Write 'def recipe(lr): ...' and make the optimizer with it."),
@@ -634,3 +634,30 @@ def test_the_command_tells_what_is_wrong(recipe_file: str, capsys: pytest.Captur
     assert "error: validation_data=None" in capsys.readouterr().err
     assert main(arguments(recipe_file, "--trials", "0")) == 2
     assert "error: --trials 0: expected an int of at least 1" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("given", "told"),
+    [
+        ([], "--lr: expected something to search for. Pass --lr 1e-4:1e-1 or --effective-batch 32,64,128; in Python "),
+        (["--lr", "0.1"], "--lr 0.1: expected something to search for. "),
+        (
+            ["--lr", "(1e-4, 1e-1)"],
+            "--lr '(1e-4, 1e-1)': expected '1e-4:1e-1' for a range, '1e-4,1e-3' to choose from, or a number.",
+        ),
+        (
+            ["--effective-batch", "8:x"],
+            "--effective-batch 8:x: expected '32:1024' for a range, '32,64' to choose from, or a number.",
+        ),
+        (["--lr", "1e-2:1e-3"], "--lr 1e-2:1e-3: expected "),
+        (["--epochs", "1"], "Unknown option: --epochs. The budget of a sweep is --samples, the same for all trials."),
+        (["--steps=9"], "Unknown option: --steps. The budget of a sweep is --samples, "),
+        (["--num-train-epochs", "1"], "Unknown option: --num-train-epochs. The budget of a sweep is --samples, "),
+        (["--batch-size", "1"], "Unknown option: --batch-size. Pass effective_batch, "),
+    ],
+)
+def test_the_command_says_what_to_type(
+    given: list[str], told: str, recipe_file: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["sweep", recipe_file, *given, "--device", "cpu", "--no-progress"]) == 2
+    assert capsys.readouterr().err.startswith(f"error: {told}")
