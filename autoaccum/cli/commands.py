@@ -28,6 +28,7 @@ from autoaccum.cli.printing import (
     print_json,
     probe_lines,
     stdout_kept,
+    study_document,
     study_lines,
 )
 from autoaccum.errors import ArgumentError
@@ -223,18 +224,8 @@ def _sweep(
             return 4
     found = totals(study)  # of all processes that have worked on it
     if speaks() and json:  # the first rank for all
-        trials_of = [
-            {
-                "number": trial.number,
-                "state": trial.state.name.lower(),
-                "values": trial.values,
-                "params": trial.params,
-                **trial.user_attrs,
-            }
-            for trial in study.trials
-        ]
-        best = [trial.number for trial in best_trials(study)]
-        print_json({"study": study.study_name, **found, "best": best, "trials": trials_of})
+        place = Path(given.get("directory") or directory_of(study.study_name))
+        print_json(study_document(study, found, best_trials(study), place))
     elif speaks():
         print("\n".join(study_lines(best_trials(study), found)), flush=True)
         _say_sweep(study.study_name, given, is_finished=found["finished"] >= trials)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ from autoaccum.errors import NoHistoryError
 from autoaccum.reporting.columns import Run, load_run
 from autoaccum.reporting.facts import Answer, format_seconds
 from autoaccum.sweeps.best_lr import BestLr, Growth, best_lrs_of, growth_answer, growth_of
+from autoaccum.sweeps.claims import folders_of
 from autoaccum.sweeps.spaces import described
 
 SETTINGS = "autoaccum"
@@ -152,18 +154,10 @@ def facts_of(study: optuna.Study) -> StudyFacts:
 
 def runs_of(study: optuna.Study, directory: Path) -> dict[int, Run]:
     """Return what trials have recorded there, by their numbers; those run in other directories are left out."""
-    # By the directory's id, for a number alone does not say in which directory the trial was run.
-    try:
-        name = (directory / "id").read_text()
-    except FileNotFoundError:
-        return {}
     found = {}
-    for trial in study.get_trials(deepcopy=False):
-        if trial.user_attrs.get("directory") == name:
-            try:
-                found[trial.number] = load_run(directory / f"trial-{trial.number:04d}")
-            except NoHistoryError:
-                continue  # it has not begun to train
+    for number, folder in folders_of(study, directory).items():
+        with suppress(NoHistoryError):  # it has not begun to train
+            found[number] = load_run(folder)
     return found
 
 

@@ -547,6 +547,10 @@ def test_the_command(recipe_file: str, capsys: pytest.CaptureFixture[str]) -> No
     document = json.loads(capsys.readouterr().out)
     assert document["study"] == "digits"
     assert document["finished"] == len(document["trials"]) == 3
+    assert [trial["directory"] for trial in document["trials"]] == [f"sweeps/digits/trial-000{at}" for at in range(3)]
+    elsewhere = ["--trials", "3", "--json", "--storage", "sqlite:///sweeps/digits/study.db", "--directory", "other"]
+    assert main(arguments(recipe_file, *elsewhere)) == 0
+    assert [trial["directory"] for trial in json.loads(capsys.readouterr().out)["trials"]] == [None] * 3
     values = [document["trials"][number]["values"] for number in document["best"]]
     assert values == sorted(values)
     assert {path.name for path in Path("sweeps/digits").iterdir()} == {
