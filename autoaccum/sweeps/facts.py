@@ -4,26 +4,23 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import optuna
 from optuna.distributions import BaseDistribution, CategoricalDistribution, FloatDistribution, IntDistribution
 from optuna.trial import FrozenTrial, TrialState
 
-from autoaccum.errors import NoHistoryError
-from autoaccum.reporting.columns import Run, load_run
 from autoaccum.reporting.facts import Answer, format_seconds
 from autoaccum.sweeps.best_lr import BestLr, Growth, best_lrs_of, growth_answer, growth_of
-from autoaccum.sweeps.claims import folders_of
 from autoaccum.sweeps.spaces import described
 
 SETTINGS = "autoaccum"
 """Name of the user attribute by which a study is known to be a sweep's, and that holds its settings."""
 ORIGIN = "autoaccum origin"
 """Name of the user attribute that holds by what the last call of a study was started: versions, command, commit."""
+AGAIN = "autoaccum again"
+"""Name of the user attribute that holds by what a trial is trained once more, as the last call has it."""
 _ENOUGH = 8
 """Number of complete trials from which on something is said about importance."""
 _FEW_RANGES = 3
@@ -54,6 +51,8 @@ class TrialFacts:
     """Seconds of training, likewise."""
     ooms: int | None
     micro_batches: tuple[int, ...]
+    seed: int | None
+    """Of all that is random in it; None for one that nobody has begun."""
 
     @property
     def place(self) -> tuple[int, float] | None:
@@ -152,15 +151,6 @@ def facts_of(study: optuna.Study) -> StudyFacts:
     )
 
 
-def runs_of(study: optuna.Study, directory: Path) -> dict[int, Run]:
-    """Return what trials have recorded there, by their numbers; those run in other directories are left out."""
-    found = {}
-    for number, folder in folders_of(study, directory).items():
-        with suppress(NoHistoryError):  # it has not begun to train
-            found[number] = load_run(folder)
-    return found
-
-
 # States in the order in which trials are listed: the finished ones first.
 _FINISHED = ("complete", "pruned", "did not fit", "diverged", "stopped")
 _STATES = (*_FINISHED, "running", "failed", "waiting")
@@ -192,6 +182,7 @@ def _trial(trial: FrozenTrial) -> TrialFacts:
         seconds=noted.get("seconds"),
         ooms=noted.get("ooms"),
         micro_batches=tuple(noted.get("micro_batches", ())),
+        seed=noted.get("seed"),
     )
 
 
@@ -314,9 +305,10 @@ def _found(best: Sequence[TrialFacts], metrics: Sequence[str], signs: Sequence[i
 
 
 def _named(trial: TrialFacts) -> str:
-    """Return a trial's number and its parameters."""
-    params = ", ".join(f"{name} {shown(value)}" for name, value in trial.params.items())
-    return f"trial {trial.number}" + (f" ({params})" if params else "")
+    """Return a trial's number, its parameters and its seed, without which it is another one."""
+    facts = [f"{name} {shown(value)}" for name, value in trial.params.items()]
+    facts += [] if trial.seed is None else [f"seed {trial.seed}"]
+    return f"trial {trial.number}" + (f" ({', '.join(facts)})" if facts else "")
 
 
 def _cost(trials: Sequence[FrozenTrial], totals: Mapping[str, float], counts: Mapping[str, int]) -> Answer:

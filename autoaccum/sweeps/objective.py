@@ -6,6 +6,7 @@ speed and nothing else (laws 1 and 2), so trials differ by what was searched ove
 
 from __future__ import annotations
 
+import inspect
 import warnings
 import weakref
 from collections.abc import Callable
@@ -64,6 +65,9 @@ class Objective:
     """What the first draw has searched, by name."""
     trained: Arguments = field(default_factory=dict)
     """What the first draw would have trained, and on which data; empty where not even its model fits."""
+    again: Arguments = field(default_factory=dict)
+    """By what a trial is trained once more: of lr and effective batch, where these are given, which the "recipe" takes
+    and which "fit" does, and "validate_every"."""
     taken_parameters: list[weakref.ref[torch.Tensor]] = field(default_factory=list)
     """Parameters that the first draw would have trained, and those that trials have: no other trial may train them.
 
@@ -143,9 +147,17 @@ class Objective:
         every = arguments.get("validate_every")
         if every is None:  # ten validations a trial, by which it may be pruned
             every = max(1, samples // 10)
+        # What a search_space draws is left out: no command line can say it.
+        given = [name for name in ("lr", "effective_batch") if getattr(self, name) is not None]
+        of_recipe = inspect.signature(self.recipe).parameters
         return replace(
             self,
             samples=samples,
+            again={
+                "recipe": [name for name in given if name in of_recipe],
+                "fit": [name for name in given if name in arguments],
+                "validate_every": every,
+            },
             fit_arguments={**self.fit_arguments, "validate_every": every},
             distributions=trial.distributions,
             trained={"first draw": str(trial.params), **trained} if trained else {},

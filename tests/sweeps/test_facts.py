@@ -12,7 +12,8 @@ import pytest
 from optuna.distributions import CategoricalDistribution, FloatDistribution, IntDistribution
 from optuna.trial import TrialState
 
-from autoaccum.sweeps.facts import StudyFacts, facts_of, importances_of, runs_of
+from autoaccum.sweeps.facts import StudyFacts, facts_of, importances_of
+from autoaccum.sweeps.studies import runs_of
 from tests.reporting.synthetic import report, write
 from tests.sweeps.studies import law, running, study, trial
 
@@ -290,3 +291,9 @@ def test_only_the_records_of_this_study_are_taken(tmp_path: Path) -> None:
     for number in (0, 1):
         write(tmp_path / f"trial-{number:04d}", report(1))
     assert list(runs_of(made, tmp_path)) == [0], "1 was run elsewhere, and 2 has not begun"
+
+
+def test_the_seed_of_the_best_is_told() -> None:
+    facts = facts_of(study(trial(0.5, seed=7), trial(0.25, seed=8)))
+    assert answer(facts, "best?").startswith("Trial 1 (lr 0.1, effective_batch 16, seed 8) has the lowest ")
+    assert [one.seed for one in facts.trials] == [8, 7]
