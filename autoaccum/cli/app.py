@@ -34,6 +34,11 @@ from autoaccum.training.synonyms import elsewhere
 COMMANDS = "autoaccum.cli.commands"
 """Where cyclopts finds a command by its name, once it is called."""
 
+_BUDGETS = ("epochs", "steps")
+"""Budgets that a sweep has no option for: trials of different effective batches would see other samples by them."""
+_ANSWERED = tuple(f"Pass {name}" for name in _BUDGETS)
+"""What begins the answer to the names that other trainers have for these."""
+
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command and return the exit code."""
@@ -54,6 +59,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             option = (error.token.keyword or error.token.value).split("=")[0]
             offered.set(inspect.signature(error.target).parameters if error.target else {})
             cure = _instead(option)
+            if words[:1] == ["sweep"] and (option.strip("-") in _BUDGETS or cure.startswith(_ANSWERED)):
+                cure = "The budget of a sweep is --samples, the same for all trials."
             return fail(CycloptsError(msg=f"Unknown option: {option}. {cure}") if cure else error, 2)
         except MissingArgumentError as error:
             # Of what was left out, as of an option without its value, cyclopts says that it requires an argument.

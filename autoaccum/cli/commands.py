@@ -13,7 +13,7 @@ from cyclopts import App, Parameter
 
 from autoaccum._units import format_bytes
 from autoaccum.cli import options
-from autoaccum.cli.keeping import keeping, sweep_lines
+from autoaccum.cli.keeping import keeping, sweep_lines, trial_line
 from autoaccum.cli.literals import parameters_of
 from autoaccum.cli.options import Json, Recipe, Settings
 from autoaccum.cli.printing import (
@@ -28,6 +28,7 @@ from autoaccum.cli.printing import (
     print_json,
     probe_lines,
     stdout_kept,
+    study_document,
     study_lines,
 )
 from autoaccum.errors import ArgumentError
@@ -142,7 +143,8 @@ def _fit(recipe: Recipe, /, *, settings: Settings = None, json: Json = False, **
     from autoaccum.training.options import OF_FIT
 
     # Trained within the recipe's context, for processes that read data import what stands beside it.
-    with stdout_kept(json), opened(recipe, parameters_of(settings)) as arguments:
+    # Seeded as for a trial of a sweep, so that a recipe that draws its weights makes the same ones.
+    with stdout_kept(json), opened(recipe, parameters_of(settings), given.get("seed")) as arguments:
         budgets = {name for name, argument in OF_FIT.items() if argument.decides == "budget"}
         if not given.keys().isdisjoint(budgets):  # one budget replaces another
             arguments = {name: value for name, value in arguments.items() if name not in budgets}
@@ -207,7 +209,8 @@ def _sweep(
     from autoaccum._checks import positive_int
     from autoaccum.ranks.group import speaks
     from autoaccum.sweeps.claims import directory_of
-    from autoaccum.sweeps.studies import best_trials, totals
+    from autoaccum.sweeps.options import OF_SWEEP
+    from autoaccum.sweeps.studies import again, best_trials, totals
     from autoaccum.sweeps.sweep import sweep
 
     positive_int("trials", trials)  # by its name here, which is not that of sweep's argument
@@ -223,21 +226,16 @@ def _sweep(
             return 4
     found = totals(study)  # of all processes that have worked on it
     if speaks() and json:  # the first rank for all
-        trials_of = [
-            {
-                "number": trial.number,
-                "state": trial.state.name.lower(),
-                "values": trial.values,
-                "params": trial.params,
-                **trial.user_attrs,
-            }
-            for trial in study.trials
-        ]
-        best = [trial.number for trial in best_trials(study)]
-        print_json({"study": study.study_name, **found, "best": best, "trials": trials_of})
+        place = Path(given.get("directory") or directory_of(study.study_name))
+        print_json(study_document(study, found, best_trials(study), place))
     elif speaks():
-        print("\n".join(study_lines(best_trials(study), found)), flush=True)
-        _say_sweep(study.study_name, given, is_finished=found["finished"] >= trials)
+        best = best_trials(study)
+        print("\n".join(study_lines(best, found)), flush=True)
+        # Of several metrics the best is one of those on the front: that of the best first metric.
+        of_recipe, of_fit = again(study, best[0], given) if best else ({}, {})
+        own = {*OF_SWEEP, "trials", "lr", "effective_batch"} - {"progress"}
+        more = [trial_line(best[0].number, of_recipe, of_fit, own)] if of_fit else []
+        _say_sweep(study.study_name, given, more, is_finished=found["finished"] >= trials)
     # Trials that do not fit are pruned, so the study has ended well; but nothing was learnt from it.
     if found["finished"] and found["not_fitting"] == found["finished"]:
         print(f"error: none of {counted(found['finished'], 'trial')} fits: see their not_fitting", file=sys.stderr)
@@ -246,12 +244,13 @@ def _sweep(
     return 0 if found["finished"] >= trials else 4
 
 
-def _say_sweep(name: str, given: Mapping[str, Any], *, is_finished: bool) -> None:
-    """Print where a study of that name is kept to standard error."""
+def _say_sweep(name: str, given: Mapping[str, Any], more: Sequence[str] = (), *, is_finished: bool) -> None:
+    """Print where a study of that name is kept to standard error, and more lines after it."""
     from autoaccum.sweeps.claims import directory_of
 
     place = given.get("directory") or directory_of(name)
-    print(*sweep_lines(place, given.get("storage"), name, is_finished=is_finished), sep="\n", file=sys.stderr)
+    lines = sweep_lines(place, given.get("storage"), name, is_finished=is_finished)
+    print(*lines, *more, sep="\n", file=sys.stderr)
 
 
 def _plan(*, json: Json = False, **given: Any) -> None:

@@ -7,7 +7,7 @@ import shlex
 import shutil
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from contextvars import ContextVar
 from dataclasses import dataclass
@@ -125,15 +125,21 @@ def _command(words: Sequence[str], run_dir: str) -> str:
     >>> _command(["fit", "a.py", "--resume", "false", "--run_dir=b", "--lr", "1"], "runs/my run")
     "autoaccum fit a.py --lr 1 --run-dir 'runs/my run'"
     """
+    # Both are said anew, for the directory may have been none, and what begins anew does not go on.
+    return _started_as([*_without(words, ("run-dir", "resume")), "--run-dir", run_dir])
+
+
+def _without(words: Sequence[str], names: Collection[str]) -> list[str]:
+    """Return a command line without options that take a value."""
     found: list[str] = []
     skip = False
     for word in words:
-        # Both are said anew, for the directory may have been none, and what begins anew does not go on.
-        option = word.replace("_", "-")  # either is understood
-        if not skip and option.split("=")[0] not in ("--run-dir", "--resume"):
+        option = word.replace("_", "-").removeprefix("--")  # either is understood
+        is_one = word.startswith("--") and option.split("=")[0] in names
+        if not skip and not is_one:
             found.append(word)
-        skip = not skip and option in ("--run-dir", "--resume")
-    return _started_as([*found, "--run-dir", run_dir])
+        skip = not skip and is_one and "=" not in word
+    return found
 
 
 def _started_as(words: Sequence[str]) -> str:
@@ -142,6 +148,26 @@ def _started_as(words: Sequence[str]) -> str:
 
     # How many processes there were, and where they met, only the user knows.
     return f"{'torchrun ... -m autoaccum' if is_launched() else 'autoaccum'} {shlex.join(words)}"
+
+
+def trial_line(
+    number: int, of_recipe: Mapping[str, Any], of_fit: Mapping[str, Any], sweeps_own: Collection[str]
+) -> str:
+    """Return the line that says by which command a trial of a sweep is trained once more.
+
+    Args:
+        number: of the trial.
+        of_recipe: what its recipe was called with, beside what all trials have in common.
+        of_fit: arguments of ``fit`` that were the trial's.
+        sweeps_own: names of arguments that ``fit`` has not; other options stay as they were typed.
+    """
+    # No "--json": where that was typed nothing of this is printed.
+    words = _without(typed.get()[1:], {name.replace("_", "-") for name in (*sweeps_own, *of_recipe, *of_fit)})
+    for name, value in of_recipe.items():
+        words += ["--set", f"{name}={value}"]
+    for name, value in of_fit.items():
+        words += [f"--{name.replace('_', '-')}", str(value)]
+    return f"to train trial {number} once more: {_started_as(['fit', *words])}"
 
 
 def sweep_lines(directory: str | os.PathLike[str], storage: str | None, study: str, *, is_finished: bool) -> list[str]:

@@ -21,6 +21,9 @@ from autoaccum.planning.costs import Trial, prediction_error
 from autoaccum.planning.plans import Plan
 
 if TYPE_CHECKING:  # they take torch with them, which `plan` and `--help` have no use for
+    from pathlib import Path
+
+    from optuna import Study
     from optuna.trial import FrozenTrial
 
     from autoaccum.cli.keeping import Kept
@@ -155,6 +158,32 @@ def probe_lines(report: ProbeReport) -> Iterable[str]:
         yield f"fastest of these trials: {fastest}; training times whole windows, and chooses by that"
     if report.plan is not None:
         yield f"plan: {plan_line(report.plan)}"
+
+
+def study_document(study: Study, found: Mapping[str, Any], best: Sequence[FrozenTrial], place: Path) -> dict[str, Any]:
+    """Return what ``sweep --json`` prints: how the trials have ended, and what is known of each.
+
+    Args:
+        study: of the sweep.
+        found: its totals.
+        best: its best trials.
+        place: its directory; of a trial that was run in another one the directory is null.
+    """
+    from autoaccum.sweeps.claims import folders_of
+
+    folders = folders_of(study, place)
+    trials = [
+        {
+            "number": trial.number,
+            "state": trial.state.name.lower(),
+            "values": trial.values,
+            "params": trial.params,
+            **trial.user_attrs,
+            "directory": str(folders[trial.number]) if trial.number in folders else None,
+        }
+        for trial in study.trials
+    ]
+    return {"study": study.study_name, **found, "best": [trial.number for trial in best], "trials": trials}
 
 
 def study_lines(best: Sequence[FrozenTrial], found: Mapping[str, Any]) -> Iterable[str]:

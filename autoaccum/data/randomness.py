@@ -179,6 +179,12 @@ def seed_host(seed: int) -> None:
     np.random.seed(seed & 0xFFFFFFFF)
 
 
+def seed_everywhere(seed: int) -> None:
+    """Seed what ``seed_host`` does and all devices: all that a recipe may draw from, or a run."""
+    torch.manual_seed(seed)
+    seed_host(seed)
+
+
 def seed_all(seed: int, device: torch.device) -> None:
     """Seed what ``seed_host`` does and all devices of the kind of one."""
     seed_host(seed)

@@ -13,6 +13,9 @@ from autoaccum.reporting.facts import Answer
 _VAGUE = 0.25
 """Call an exponent uncertain above this standard error: half of the 0.5 that lies between the square-root rule and the
 linear one, so that both are as likely."""
+_APART = math.log(2) / 4
+"""Fit nothing to learning rates that are nearer to each other in logarithms: a quarter of an octave, in which a loss
+differs by luck sooner than by lr."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -41,7 +44,8 @@ def best_lrs_of(tried: Sequence[tuple[int, float, float | None]], *, by_octave: 
     """Return the lr of the best value, for each effective batch at which two were tried, and one of them to the end.
 
     If others on both sides of it came to the end, it is the vertex of the parabola through the three in log lr, which
-    is nearer to it than to either: the step of a grid would be read for a law otherwise.
+    is nearer to it than to either: the step of a grid would be read for a law otherwise. Where the three do not bear
+    one out, it is the lr that was tried.
 
     Args:
         tried: (effective batch, lr, value) of each trial, the lowest value the best: of what is maximised its negative;
@@ -79,15 +83,24 @@ def best_lrs_of(tried: Sequence[tuple[int, float, float | None]], *, by_octave: 
 
 
 def _vertex(points: Sequence[tuple[float, float]]) -> float:
-    """Return where a parabola through three points in log lr has its vertex; the middle point is the lowest."""
+    """Return where a parabola through three points in log lr has its vertex, or the middle point, which is the lowest.
+
+    It is the middle one where another is nearly as large, and where the vertex lies further below it than by half of
+    what the three differ by.
+    """
     # Parabolic interpolation (Brent 1973, Algorithms for Minimization without Derivatives, chapter 5): with p = below
     # and q = above it is x1 - ((x1 - x0) p - (x2 - x1) q) / (2 (p + q)).
     (x0, y0), (x1, y1), (x2, y2) = ((math.log(lr), value) for lr, value in points)
     below, above = (x1 - x0) * (y2 - y1), (x2 - x1) * (y0 - y1)
-    if not below + above:  # all three are alike: a parabola without a vertex
+    # All three are alike, a parabola without a vertex; or two of them are at one place, but for their luck.
+    if not below + above or min(x1 - x0, x2 - x1) < _APART:
         return points[1][0]
     # Neither is negative, so this lies between the middles of the two intervals.
-    return math.exp(x1 - 0.5 * ((x1 - x0) * below - (x2 - x1) * above) / (below + above))
+    x = x1 - 0.5 * ((x1 - x0) * below - (x2 - x1) * above) / (below + above)
+    # A third at most if one interval is twice the other. Further below all that was seen it comes of a steep rise
+    # between two that are near to each other, which is luck.
+    depth = (below + above) / ((x1 - x0) * (x2 - x1) * (x2 - x0)) * (x - x1) ** 2
+    return math.exp(x) if 2 * depth <= max(y0, y2) - y1 else points[1][0]
 
 
 def growth_of(best_lrs: Sequence[BestLr]) -> Growth | None:

@@ -42,6 +42,21 @@ def directory_of(study_name: str) -> Path:
     return Path("sweeps") / as_file_name(study_name)
 
 
+def folders_of(study: optuna.Study, directory: Path) -> dict[int, Path]:
+    """Return the run directories of those trials of a study that were run in this one, by their numbers."""
+    # By the directory's id, for a number alone does not say in which directory the trial was run.
+    try:
+        name = (directory / "id").read_text()
+    except FileNotFoundError:
+        return {}
+    trials = study.get_trials(deepcopy=False)
+    return {trial.number: _folder(directory, trial) for trial in trials if trial.user_attrs.get(DIRECTORY) == name}
+
+
+def _folder(directory: Path, trial: FrozenTrial | Trial) -> Path:
+    return directory / f"trial-{trial.number:04d}"
+
+
 class Claims:
     """One process's part in the trials of a study."""
 
@@ -91,7 +106,7 @@ class Claims:
 
     def folder(self, trial: FrozenTrial | Trial) -> Path:
         """Return the run directory of a trial."""
-        return self._directory / f"trial-{trial.number:04d}"
+        return _folder(self._directory, trial)
 
     def elsewhere(self, study: optuna.Study) -> list[FrozenTrial]:
         """Return the trials that processes on other directories run, or have left."""

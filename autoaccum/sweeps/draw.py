@@ -7,11 +7,10 @@ from collections.abc import Callable
 from typing import Any
 
 import optuna
-import torch
 from optuna.exceptions import TrialPruned
 from optuna.trial import Trial
 
-from autoaccum.data import randomness
+from autoaccum.data.randomness import seed_everywhere
 from autoaccum.errors import ArgumentError, ArgumentTypeError, ConflictingArgumentsError
 from autoaccum.memory.oom import is_out_of_memory
 from autoaccum.sweeps.spaces import Batches, LearningRates
@@ -89,19 +88,13 @@ def first_draw(arguments_of: Callable[[Trial], dict[str, Any]]) -> tuple[Trial, 
     for seed in range(_DRAWS):
         trial = optuna.create_study(sampler=optuna.samplers.RandomSampler(seed=seed)).ask()
         # search_space and the recipe may draw from any of the generators: each process draws the same.
-        set_seed(0)
+        seed_everywhere(0)
         try:
             return trial, arguments_of(trial)
         except Exception as error:  # kept by no name: its frames hold what there was no memory for
             if seed == _DRAWS - 1 or not _may_pass(cause_of(error)):
                 raise
     raise AssertionError
-
-
-def set_seed(seed: int) -> None:
-    """Seed all that a recipe may draw from."""
-    torch.manual_seed(seed)  # of devices too
-    randomness.seed_host(seed)
 
 
 def cause_of(error: BaseException) -> BaseException:

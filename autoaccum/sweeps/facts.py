@@ -5,24 +5,26 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import optuna
 from optuna.distributions import BaseDistribution, CategoricalDistribution, FloatDistribution, IntDistribution
 from optuna.trial import FrozenTrial, TrialState
 
-from autoaccum.errors import NoHistoryError
-from autoaccum.reporting.columns import Run, load_run
 from autoaccum.reporting.facts import Answer, format_seconds
 from autoaccum.sweeps.best_lr import BestLr, Growth, best_lrs_of, growth_answer, growth_of
+from autoaccum.sweeps.spaces import described
 
 SETTINGS = "autoaccum"
 """Name of the user attribute by which a study is known to be a sweep's, and that holds its settings."""
 ORIGIN = "autoaccum origin"
 """Name of the user attribute that holds by what the last call of a study was started: versions, command, commit."""
+AGAIN = "autoaccum again"
+"""Name of the user attribute that holds by what a trial is trained once more, as the last call has it."""
 _ENOUGH = 8
 """Number of complete trials from which on something is said about importance."""
+_FEW_RANGES = 3
+"""Number of ranges of one parameter, of calls that follow each other, up to which each is told."""
 _TOTALS = ("num_samples", "seconds", "search_trials", "ooms", "replays", "wasted_samples")
 """User attributes of trials that are summed."""
 _LOSS = "validation_loss"
@@ -49,6 +51,8 @@ class TrialFacts:
     """Seconds of training, likewise."""
     ooms: int | None
     micro_batches: tuple[int, ...]
+    seed: int | None
+    """Of all that is random in it; None for one that nobody has begun."""
 
     @property
     def place(self) -> tuple[int, float] | None:
@@ -137,7 +141,7 @@ def facts_of(study: optuna.Study) -> StudyFacts:
         ranges={name: ends for name, searched in space.items() if (ends := _ends(searched)) is not None},
         trials=tuple(trials),
         answers=(
-            _searched(space, settings["samples"], metrics, signs),
+            _searched(space, frozen, settings["samples"], metrics, signs),
             _ended(counts),
             _found([trial for trial in trials if trial.number in best], metrics, signs),
             _cost(frozen, totals, counts),
@@ -145,23 +149,6 @@ def facts_of(study: optuna.Study) -> StudyFacts:
         ),
         origin=study.user_attrs.get(ORIGIN, {}),
     )
-
-
-def runs_of(study: optuna.Study, directory: Path) -> dict[int, Run]:
-    """Return what trials have recorded there, by their numbers; those run in other directories are left out."""
-    # By the directory's id, for a number alone does not say in which directory the trial was run.
-    try:
-        name = (directory / "id").read_text()
-    except FileNotFoundError:
-        return {}
-    found = {}
-    for trial in study.get_trials(deepcopy=False):
-        if trial.user_attrs.get("directory") == name:
-            try:
-                found[trial.number] = load_run(directory / f"trial-{trial.number:04d}")
-            except NoHistoryError:
-                continue  # it has not begun to train
-    return found
 
 
 # States in the order in which trials are listed: the finished ones first.
@@ -195,6 +182,7 @@ def _trial(trial: FrozenTrial) -> TrialFacts:
         seconds=noted.get("seconds"),
         ooms=noted.get("ooms"),
         micro_batches=tuple(noted.get("micro_batches", ())),
+        seed=noted.get("seed"),
     )
 
 
@@ -222,11 +210,20 @@ def _points(trials: Sequence[TrialFacts], sign: int) -> list[tuple[int, float, f
 
 
 def _searched(
-    space: Mapping[str, BaseDistribution], num_samples: int, metrics: Sequence[str], signs: Sequence[int]
+    space: Mapping[str, BaseDistribution],
+    trials: Sequence[FrozenTrial],
+    num_samples: int,
+    metrics: Sequence[str],
+    signs: Sequence[int],
 ) -> Answer:
     """Say what was searched and for what, as the study's trials tell."""
     # From the trials and not from the call: several calls may have searched, with other ranges.
-    each = [f"{name} {_range(distribution)}" for name, distribution in space.items()]
+    each = []
+    for name, whole in space.items():
+        ranges = list(dict.fromkeys(described(t.distributions[name]) for t in trials if name in t.distributions))
+        # A search_space may give each trial a range of its own, of which nobody reads a list.
+        is_listed = len(ranges) <= _FEW_RANGES
+        each.append(f"{name} {', then '.join(ranges) if is_listed else f'{described(whole)}, in {len(ranges)} ranges'}")
     what = f"{'; '.join(each)}. " if each else ""
     sought = [f"the {_END[sign]} {name}" for name, sign in zip(metrics, signs, strict=True)]
     text = f"{what}A trial has {num_samples:,} samples, and what is sought is {listed(sought)}."
@@ -259,15 +256,6 @@ def _ends(distribution: Any) -> tuple[float, float] | None:
     if any(isinstance(choice, bool) or not isinstance(choice, int | float) for choice in choices):
         return None
     return min(choices), max(choices)  # type: ignore[type-var, return-value]
-
-
-def _range(distribution: BaseDistribution) -> str:
-    """Return a distribution's values for people; choices with a comma in them are quoted."""
-    if isinstance(distribution, CategoricalDistribution):
-        choices = [repr(choice) if "," in str(choice) else str(choice) for choice in distribution.choices]
-        return f"among {', '.join(choices)}"
-    low, high = (getattr(distribution, end) for end in ("low", "high"))
-    return f"from {low:g} to {high:g}{' (logarithmic)' if getattr(distribution, 'log', False) else ''}"
 
 
 def _ended(counts: Mapping[str, int]) -> Answer:
@@ -317,9 +305,10 @@ def _found(best: Sequence[TrialFacts], metrics: Sequence[str], signs: Sequence[i
 
 
 def _named(trial: TrialFacts) -> str:
-    """Return a trial's number and its parameters."""
-    params = ", ".join(f"{name} {shown(value)}" for name, value in trial.params.items())
-    return f"trial {trial.number}" + (f" ({params})" if params else "")
+    """Return a trial's number, its parameters and its seed, without which it is another one."""
+    facts = [f"{name} {shown(value)}" for name, value in trial.params.items()]
+    facts += [] if trial.seed is None else [f"seed {trial.seed}"]
+    return f"trial {trial.number}" + (f" ({', '.join(facts)})" if facts else "")
 
 
 def _cost(trials: Sequence[FrozenTrial], totals: Mapping[str, float], counts: Mapping[str, int]) -> Answer:

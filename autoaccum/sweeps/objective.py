@@ -6,6 +6,7 @@ speed and nothing else (laws 1 and 2), so trials differ by what was searched ove
 
 from __future__ import annotations
 
+import inspect
 import warnings
 import weakref
 from collections.abc import Callable
@@ -30,9 +31,10 @@ from autoaccum.errors import (
 from autoaccum.memory.oom import is_out_of_memory
 from autoaccum.runs.configuration import PARAMETERS, differing, known_then
 from autoaccum.sweeps import draw
+from autoaccum.sweeps.claims import FINISHED
 from autoaccum.sweeps.facts import SETTINGS
 from autoaccum.sweeps.options import Arguments
-from autoaccum.sweeps.spaces import MINIMISED, Batches, Direction, LearningRates
+from autoaccum.sweeps.spaces import MINIMISED, Batches, Direction, LearningRates, described, written
 from autoaccum.training import recipes
 from autoaccum.training.options import OF_FIT
 
@@ -63,6 +65,9 @@ class Objective:
     """What the first draw has searched, by name."""
     trained: Arguments = field(default_factory=dict)
     """What the first draw would have trained, and on which data; empty where not even its model fits."""
+    again: Arguments = field(default_factory=dict)
+    """By what a trial is trained once more: of lr and effective batch, where these are given, which the "recipe" takes
+    and which "fit" does, and "validate_every"."""
     taken_parameters: list[weakref.ref[torch.Tensor]] = field(default_factory=list)
     """Parameters that the first draw would have trained, and those that trials have: no other trial may train them.
 
@@ -127,8 +132,8 @@ class Objective:
             and not isinstance(self.effective_batch, tuple | list)
             and not self.search_space
         ):
-            cure = "Pass (low, high), or search_space."
-            raise ArgumentError("lr", self.lr, "something to search for, in lr, effective_batch or search_space", cure)
+            cure = "Pass lr=(1e-4, 1e-1) or effective_batch=[32, 64, 128]; in Python search_space does, too."
+            raise ArgumentError("lr", self.lr, "something to search for", cure)
         trial, arguments = draw.first_draw(self.arguments)
         self._check_comparable(arguments)
         # Built as a trial's, and never run: it finds what cannot be trained, before a trial is spent on it.
@@ -142,9 +147,17 @@ class Objective:
         every = arguments.get("validate_every")
         if every is None:  # ten validations a trial, by which it may be pruned
             every = max(1, samples // 10)
+        # What a search_space draws is left out: no command line can say it.
+        given = [name for name in ("lr", "effective_batch") if getattr(self, name) is not None]
+        of_recipe = inspect.signature(self.recipe).parameters
         return replace(
             self,
             samples=samples,
+            again={
+                "recipe": [name for name in given if name in of_recipe],
+                "fit": [name for name in given if name in arguments],
+                "validate_every": every,
+            },
             fit_arguments={**self.fit_arguments, "validate_every": every},
             distributions=trial.distributions,
             trained={"first draw": str(trial.params), **trained} if trained else {},
@@ -224,8 +237,29 @@ class Objective:
                 try:
                     check_distribution_compatibility(old, new)
                 except ValueError:
+                    accepted = f"{written(old)!r}, as study {study.study_name!r} has it"
                     cure = "Optuna cannot change it within a study: choose another study_name and another directory."
-                    raise ArgumentError(name, new, f"{old}, as study {study.study_name!r} has it", cure) from None
+                    raise ArgumentError(name, written(new), accepted, cure) from None
+
+    def tell_other_ranges(self, study: optuna.Study) -> None:
+        """Warn where a study has trials of another range than this call's, which Optuna lets change."""
+        for name in ("lr", "effective_batch"):
+            # Ranges of a search_space may differ from trial to trial.
+            if getattr(self, name) is None:
+                continue
+            new = self.distributions.get(name)
+            for trial in study.get_trials(deepcopy=False, states=FINISHED):
+                old = trial.distributions.get(name)
+                if trial.distributions and old != new:
+                    before, now = (described(each) if each else "at one value" for each in (old, new))
+                    warnings.warn(
+                        f"Study {study.study_name!r} has trials for which {name} was searched {before}, and not {now}. "
+                        f"They count as trials of this sweep, and the best may be one of them. Choose another "
+                        f"study_name and another directory to have a study of this call's alone.",
+                        AutoaccumWarning,
+                        stacklevel=5,  # where sweep was called
+                    )
+                    break  # one of them is enough to know
 
     def check_new(self, arguments: Arguments) -> None:
         """Refuse a model that another trial has trained.

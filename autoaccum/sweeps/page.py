@@ -12,8 +12,9 @@ from autoaccum.reporting.facts import Answer, format_seconds
 from autoaccum.reporting.lines import cut_text
 from autoaccum.reporting.page import html_head, html_origin, html_pictures, page_path, write_page
 from autoaccum.reporting.tables import escaped, html_table, number_cell
-from autoaccum.sweeps.facts import StudyFacts, TrialFacts, facts_of, importances_of, runs_of, shown
+from autoaccum.sweeps.facts import StudyFacts, TrialFacts, facts_of, importances_of, shown
 from autoaccum.sweeps.plots import pictures
+from autoaccum.sweeps.studies import runs_of
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

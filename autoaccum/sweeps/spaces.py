@@ -12,7 +12,7 @@ from importlib.util import find_spec
 from typing import Any, Literal, TypeVar, get_args
 
 from optuna import pruners, samplers
-from optuna.distributions import BaseDistribution, FloatDistribution
+from optuna.distributions import BaseDistribution, CategoricalDistribution, FloatDistribution
 from optuna.exceptions import ExperimentalWarning
 from optuna.pruners import BasePruner
 from optuna.samplers import BaseSampler
@@ -55,7 +55,8 @@ def learning_rates(value: Any) -> LearningRates:
     >>> learning_rates("1e-4:1e-2"), learning_rates("1e-4,1e-3"), learning_rates(0.01)
     ((0.0001, 0.01), [0.0001, 0.001], 0.01)
     """
-    accepted = "(low, high) or 'low:high', [low, high] or 'low,high' to choose from, or a number above 0"
+    # What stands before "or" is Python's, and the text behind it the command line's: see cli.spelling.
+    accepted = "(1e-4, 1e-1) or '1e-4:1e-1' for a range, [1e-4, 1e-3] or '1e-4,1e-3' to choose from, or a number"
     return _values("lr", value, float, positive_number, accepted)
 
 
@@ -65,7 +66,7 @@ def batches(value: Any) -> Batches:
     >>> batches("32:256"), batches((30, 100)), batches("64,96")
     ([32, 64, 128, 256], (30, 100), [64, 96])
     """
-    accepted = "(low, high) or 'low:high', [32, 64] or '32,64' to choose from, or a number"
+    accepted = "(32, 1024) or '32:1024' for a range, [32, 64] or '32,64' to choose from, or a number"
     found = _values("effective_batch", value, int, positive_int, accepted)
     if not isinstance(found, tuple):
         return found
@@ -123,6 +124,25 @@ def _values(
             cure = f"A range of one value is that value: {found[0]:g}."
         raise ArgumentError(argument, given, accepted, cure)
     return found[0], found[1]
+
+
+def written(distribution: Any) -> str:
+    """Return what a distribution draws from as the text that would be passed for it.
+
+    >>> written(FloatDistribution(1e-4, 0.1, log=True)), written(CategoricalDistribution([25, 50]))
+    ('0.0001:0.1', '25,50')
+    """
+    if isinstance(distribution, CategoricalDistribution):
+        return ",".join(map(str, distribution.choices))
+    return f"{distribution.low}:{distribution.high}"
+
+
+def described(distribution: Any) -> str:
+    """Return a distribution's values in words; choices with a comma in them are quoted."""
+    if isinstance(distribution, CategoricalDistribution):
+        choices = [repr(choice) if "," in str(choice) else str(choice) for choice in distribution.choices]
+        return f"among {', '.join(choices)}"
+    return f"from {distribution.low:g} to {distribution.high:g}{' (logarithmic)' if distribution.log else ''}"
 
 
 def metrics(metric: Any, direction: Any) -> tuple[tuple[str, ...], tuple[Direction, ...]]:

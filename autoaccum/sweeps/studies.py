@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import optuna
 from optuna.trial import FrozenTrial
 
-from autoaccum.errors import ArgumentError
-from autoaccum.sweeps.claims import directory_of
-from autoaccum.sweeps.facts import SETTINGS, WHY, facts_of
+from autoaccum.errors import ArgumentError, NoHistoryError
+from autoaccum.reporting.columns import Run, load_run
+from autoaccum.sweeps.claims import SEED, directory_of, folders_of
+from autoaccum.sweeps.facts import AGAIN, SETTINGS, WHY, facts_of
 from autoaccum.sweeps.storages import open_storage
 
 
@@ -48,10 +51,40 @@ def _file_of(url: str) -> Path | None:
     return None if "://" in url else Path(url.removeprefix("journal:"))
 
 
+def runs_of(study: optuna.Study, directory: Path) -> dict[int, Run]:
+    """Return what trials have recorded there, by their numbers; those run in other directories are left out."""
+    found = {}
+    for number, folder in folders_of(study, directory).items():
+        with suppress(NoHistoryError):  # it has not begun to train
+            found[number] = load_run(folder)
+    return found
+
+
 def best_trials(study: optuna.Study) -> list[FrozenTrial]:
     """Return the complete trials, the best first; of several objectives those on the Pareto front, by the first."""
     trials = study.get_trials(deepcopy=False)
     return [trials[number] for number in facts_of(study).best]
+
+
+def again(study: optuna.Study, trial: FrozenTrial, given: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return what the recipe was called with for a trial, and the arguments of ``fit`` that come to its value again.
+
+    Both are empty where a search_space has drawn for it, which alone knows what it made of that.
+
+    Args:
+        study: of the sweep.
+        trial: one that has ended.
+        given: arguments of the sweep; lr and effective batch are taken by all trials where they were not drawn.
+    """
+    known = study.user_attrs[AGAIN]
+    if not trial.params.keys() <= {*known["recipe"], *known["fit"]}:
+        return {}, {}
+    values = {**given, **trial.params}
+    # A recipe that makes its own optimizer takes the lr, which fit would refuse beside it.
+    of_recipe, of_fit = ({name: values[name] for name in known[whose]} for whose in ("recipe", "fit"))
+    of_fit |= {"seed": trial.user_attrs[SEED], "samples": study.user_attrs[SETTINGS]["samples"]}
+    # Micro-batches of validations grow from one to the next: after as many the sum is the same to the bit.
+    return of_recipe, of_fit | {"validate_every": known["validate_every"]}
 
 
 def totals(study: optuna.Study) -> dict[str, Any]:

@@ -33,7 +33,7 @@ from autoaccum.runs.records import HISTORY, environment
 from autoaccum.sweeps import spaces
 from autoaccum.sweeps.claims import FINISHED, Claims, directory_of
 from autoaccum.sweeps.crew import Crew, crew_of
-from autoaccum.sweeps.facts import ORIGIN
+from autoaccum.sweeps.facts import AGAIN, ORIGIN
 from autoaccum.sweeps.objective import Objective
 from autoaccum.sweeps.options import Arguments, PassedOn, Recipe, SweepArguments, of_sampler
 from autoaccum.sweeps.storages import answering, open_storage
@@ -183,10 +183,13 @@ def _swept(given: SweepArguments, checked: Checked, crew: Crew | None) -> optuna
             objective.check_same(study)  # trials of another objective cannot be compared with those to come
             if _parent is None:  # else nobody has typed anything
                 study.set_user_attr(ORIGIN, environment())
+                study.set_user_attr(AGAIN, objective.again)
             return study
 
         with _quiet(), answering(storage, path):
             study = claims.open(study_of)
+            if _parent is None:  # else all processes would say the same
+                objective.tell_other_ranges(study)
             with (
                 suppress(Interrupted),  # its trial is left as it is, to be gone on with
                 _joined_by(given),

@@ -24,6 +24,7 @@ import optuna
 from optuna.exceptions import StorageInternalError, TrialPruned, UpdateFinishedTrialError
 from optuna.trial import Trial, TrialState
 
+from autoaccum.data.randomness import seed_everywhere
 from autoaccum.errors import (
     AutoaccumWarning,
     CheckpointCorruptError,
@@ -37,7 +38,7 @@ from autoaccum.memory.oom import is_out_of_memory
 from autoaccum.reporting.progress import Teller
 from autoaccum.sweeps.claims import SEED
 from autoaccum.sweeps.crew import Crew, EndedElsewhere, Order
-from autoaccum.sweeps.draw import cause_of, chosen_by, set_seed
+from autoaccum.sweeps.draw import cause_of, chosen_by
 from autoaccum.sweeps.objective import Objective
 from autoaccum.sweeps.options import Arguments
 from autoaccum.sweeps.spaces import MINIMISED
@@ -100,7 +101,7 @@ def _run(
             done, result, reporter = train()
         else:
             # Chosen before other ranks hear of it, for they have no study to ask.
-            set_seed(order.seed)
+            seed_everywhere(order.seed)
             chosen_by(trial, objective.lr, objective.effective_batch, objective.search_space)
             crew.announce(order._replace(params=trial.params))
             done, result, reporter = crew.train(train, ending_of)
@@ -141,7 +142,7 @@ def _run(
 
 def _arguments(objective: Objective, trial: Trial, order: Order) -> Arguments:
     """Return the arguments of ``fit`` for a trial."""
-    set_seed(order.seed)  # for the recipe: fit does it again, once the model is there
+    seed_everywhere(order.seed)  # for the recipe: fit does it again, once the model is there
     # One checkpoint is enough to go on from, and a sweep has many trials; a recipe may say otherwise.
     arguments = {"keep_checkpoints": 1, **objective.arguments(trial)}
     return arguments | {"seed": order.seed, "run_dir": order.folder, "resume": order.resume, "progress": False}

@@ -22,6 +22,7 @@ from pathlib import Path
 from types import MappingProxyType, ModuleType
 from typing import Any, TypeVar
 
+from autoaccum._checks import of_seed
 from autoaccum._units import kind_of, shown
 from autoaccum.errors import ArgumentError, RecipeNotFoundError, RecipeResultError
 
@@ -38,12 +39,15 @@ class RecipeRaised(Exception):
 
 
 @contextmanager
-def opened(recipe: str, parameters: Mapping[str, Any] | None = None) -> Iterator[dict[str, Any]]:
+def opened(
+    recipe: str, parameters: Mapping[str, Any] | None = None, seed: int | None = None
+) -> Iterator[dict[str, Any]]:
     """Import the recipe, call its function and give the arguments it returned, within a context: see ``imported``.
 
     Args:
         recipe: as it is written on a command line.
         parameters: what its function is called with, by name.
+        seed: of what its function draws; nothing is seeded when left out.
 
     Raises:
         ArgumentError: it has no such parameter, or one without a default for which there is no value.
@@ -56,6 +60,12 @@ def opened(recipe: str, parameters: Mapping[str, Any] | None = None) -> Iterator
             if parameter.default is parameter.empty and parameter.kind is not parameter.VAR_KEYWORD:
                 cure = f"Pass --set {name}=VALUE, or give it a default."
                 raise ArgumentError(name, None, f"a value, as {recipe} takes it", cure)
+        if seed is not None:
+            from autoaccum.data.randomness import seed_everywhere  # not at the top: it takes torch with it
+
+            of_seed(seed)
+            # After the import, whose draws are those of whoever runs it first: a sweep imports once for all trials.
+            seed_everywhere(seed)
         yield function()
 
 

@@ -173,8 +173,7 @@ def seed_all(arguments: FitArguments) -> None:
     """
     refuse_beside_a_run("fit")
     # Of all three: layers draw from torch's, and augmentations of data often from the other two.
-    torch.manual_seed(arguments.seed)  # of every device
-    randomness.seed_host(arguments.seed)
+    randomness.seed_everywhere(arguments.seed)
 
 
 def build(

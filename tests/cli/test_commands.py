@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from autoaccum.cli.app import main
 from tests.cli.conftest import QUIET
@@ -96,7 +97,7 @@ def test_estimate_ends_with_3_where_nothing_fits(tiny: Callable[..., str], capsy
 
 
 @pytest.mark.parametrize(
-    ("given", "named"), [((), "device_memory=None"), (("--device-memory", "much"), "--device-memory much")]
+    ("given", "named"), [((), "--device-memory"), (("--device-memory", "much"), "--device-memory much")]
 )
 def test_estimate_wants_to_know_the_device(
     given: tuple[str, ...], named: str, tiny: Callable[..., str], capsys: pytest.CaptureFixture[str]
@@ -218,3 +219,22 @@ def test_a_cache_that_cannot_be_cleared_exits_with_1(
     assert out == ""
     assert err.startswith("error: [Errno 13] Permission denied: ")
     assert err.count("\n") == 1
+
+
+def test_a_seed_that_is_given_is_that_of_the_recipe_too(
+    tiny: Callable[..., str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    def loss(*given: str) -> float:
+        assert main(["fit", recipe, "--device", "cpu", "--run-dir", "none", "--json", *given]) == 0
+        return float(json.loads(capsys.readouterr().out)["history"][0]["loss"])
+
+    recipe = tiny("'effective_batch': 8,")
+    Path(recipe).write_text(Path(recipe).read_text().replace("    torch.manual_seed(0)\n", ""))
+    assert loss("--seed", "0") == loss("--seed", "0") != loss("--seed", "1")
+    unseeded = []
+    for seed in (0, 1):
+        torch.manual_seed(seed)
+        unseeded.append(loss())
+    assert unseeded[0] != unseeded[1], "without it the recipe draws on from where it is"
+    assert main(["fit", recipe, "--device", "cpu", "--seed", "-1"]) == 2
+    assert capsys.readouterr().err.startswith("error: --seed -1: expected an int of at least 0")

@@ -59,6 +59,26 @@ def test_it_is_spelt_as_it_was_typed(
     assert capsys.readouterr().err.startswith(f"error: {told}")
 
 
+@pytest.mark.parametrize(
+    ("text", "spelt"),
+    [
+        ("rate=None: expected 3, pass rate=None", "--rate: expected 3, pass rate=None"),
+        ("rate=(1e-4, 0.1), rate=[1, 2, 3], rate=1e-05", "--rate 1e-4:0.1, --rate 1,2,3, --rate 1e-05"),
+        ("rate=(3, 224, 224), rate='', f(1, 2)", "rate=(3, 224, 224), --rate '', f(1, 2)"),
+        ("expected (1e-4, 1) or '1e-4:1', [3, 4] or '3,4'", "expected '1e-4:1', '3,4'"),
+    ],
+)
+def test_ranges_and_lists_are_spelt_as_texts(text: str, spelt: str) -> None:
+    def run(path: str, **options: Any) -> None: ...
+
+    def function(rate: float = 1) -> None: ...
+
+    token = offered.set(inspect.signature(command(run, of_function(function))).parameters)
+    found = as_options(text)
+    offered.reset(token)
+    assert found == spelt
+
+
 def test_an_argument_without_a_value_is_an_option_where_it_is_surely_one() -> None:
     def run(path: str, **options: Any) -> None: ...
 

@@ -12,7 +12,8 @@ import pytest
 from optuna.distributions import CategoricalDistribution, FloatDistribution, IntDistribution
 from optuna.trial import TrialState
 
-from autoaccum.sweeps.facts import StudyFacts, facts_of, importances_of, runs_of
+from autoaccum.sweeps.facts import StudyFacts, facts_of, importances_of
+from autoaccum.sweeps.studies import runs_of
 from tests.reporting.synthetic import report, write
 from tests.sweeps.studies import law, running, study, trial
 
@@ -247,7 +248,12 @@ def test_ranges_may_have_changed_between_calls() -> None:
     tried = [(lr, batch) for lr in (0.2, 0.3, 0.4, 0.5) for batch in (16, 64)]
     changed = study(*(trial(lr, lr, batch, space=ranges[at % 2]) for at, (lr, batch) in enumerate(tried)))
     assert list(importances_of(changed)[0]) == ["lr", "effective_batch"]
-    assert answer(facts_of(changed), "searched").startswith("lr from 0.1 to 2 (logarithmic); ")
+    assert answer(facts_of(changed), "searched").startswith(
+        "lr from 0.1 to 0.5 (logarithmic), then from 0.2 to 2 (logarithmic); "
+    )
+    many = [{"lr": FloatDistribution(0.1, high)} for high in (0.2, 0.3, 0.4, 0.5)]
+    changed = study(*(trial(0.1, space=dict(space)) for space in many))
+    assert answer(facts_of(changed), "searched").startswith("lr from 0.1 to 0.5, in 4 ranges; ")
 
 
 def test_importance_that_cannot_be_told() -> None:
@@ -285,3 +291,9 @@ def test_only_the_records_of_this_study_are_taken(tmp_path: Path) -> None:
     for number in (0, 1):
         write(tmp_path / f"trial-{number:04d}", report(1))
     assert list(runs_of(made, tmp_path)) == [0], "1 was run elsewhere, and 2 has not begun"
+
+
+def test_the_seed_of_the_best_is_told() -> None:
+    facts = facts_of(study(trial(0.5, seed=7), trial(0.25, seed=8)))
+    assert answer(facts, "best?").startswith("Trial 1 (lr 0.1, effective_batch 16, seed 8) has the lowest ")
+    assert [one.seed for one in facts.trials] == [8, 7]

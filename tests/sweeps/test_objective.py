@@ -18,7 +18,9 @@ from autoaccum.errors import (
     ConflictingArgumentsError,
     RecipeResultError,
 )
+from autoaccum.sweeps.facts import facts_of
 from tests.models import classes
+from tests.sweeps import sweeping
 from tests.sweeps.sweeping import pruner, run, small
 
 
@@ -60,13 +62,35 @@ def test_settings_that_would_make_trials_incomparable_are_refused(tmp_path: Path
             run(small, tmp_path, num_trials=2, **changed)
 
 
-@pytest.mark.parametrize("changed", [[16, 64], (16, 48)])
-def test_what_optuna_cannot_change_within_a_study_is_refused_before_a_trial(changed: Any, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("changed", "told"), [([16, 64], "16,64"), ((16, 48), "16:48")])
+def test_what_optuna_cannot_change_within_a_study_is_refused_before_a_trial(
+    changed: Any, told: str, tmp_path: Path
+) -> None:
     run(small, tmp_path, num_trials=1)
-    with pytest.raises(ArgumentError, match=r"effective_batch=.*choices=\(16, 32\).*choose another study_name"):
+    message = f"effective_batch='{told}': expected '16,32', as study 'small' has it.*choose another study_name"
+    with pytest.raises(ArgumentError, match=message):
         run(small, tmp_path, num_trials=2, effective_batch=changed)
-    study = run(small, tmp_path, num_trials=2, lr=(1e-2, 1.0))  # other than a range, which it can
+
+
+def test_another_range_joins_the_study_and_is_told(tmp_path: Path) -> None:
+    run(small, tmp_path, num_trials=1)
+    told = r"searched from 0.001 to 0.1 \(logarithmic\), and not from 0.01 to 1 \(logarithmic\). They count as"
+    with pytest.warns(AutoaccumWarning, match=f"Study 'small' has trials for which lr was {told}") as warned:
+        study = run(small, tmp_path, num_trials=2, lr=(1e-2, 1.0), jobs=2)
+    assert [warning.filename for warning in warned] == [sweeping.__file__], "once, and where sweep was called"
     assert [trial.state for trial in study.trials] == [TrialState.COMPLETE] * 2
+    with pytest.warns(AutoaccumWarning, match="lr was searched from 0.001 to 0.1 .*, and not at one value"):
+        run(small, tmp_path, num_trials=3, lr=0.01)
+    searched = next(answer.text for answer in facts_of(study).answers if "searched" in answer.question)
+    assert searched.startswith("lr from 0.001 to 0.1 (logarithmic), then from 0.01 to 1 (logarithmic); ")
+
+
+def test_what_a_search_space_draws_from_is_its_own_business(tmp_path: Path) -> None:
+    def space(trial: optuna.Trial) -> dict[str, Any]:
+        return {"lr": trial.suggest_float("lr", 1e-3, 1e-2 * (1 + trial.number))}
+
+    for number in (1, 2):
+        run(small, tmp_path, num_trials=number, lr=None, search_space=space)
 
 
 def test_a_recipe_that_was_edited_does_not_join_the_study_of_the_old_one(tmp_path: Path) -> None:
@@ -88,7 +112,8 @@ def test_a_recipe_that_was_edited_does_not_join_the_study_of_the_old_one(tmp_pat
             run(changed, tmp_path, lr=lr, **settings)
     with pytest.raises(ArgumentError, match="clip_norm: nothing -> 1.0"):
         run(small, tmp_path, clip_norm=1.0, **settings)
-    more = run(small, tmp_path, lr=(1e-3, 1.0), micro_batch=3, **settings)
+    with pytest.warns(AutoaccumWarning, match="lr was searched from 0.001 to 0.1 "):
+        more = run(small, tmp_path, lr=(1e-3, 1.0), micro_batch=3, **settings)
     assert [trial.value for trial in more.trials][:1] == [study.trials[0].value]
     assert [trial.state for trial in more.trials] == [TrialState.COMPLETE] * 2
 

@@ -19,8 +19,9 @@ from optuna.distributions import CategoricalDistribution
 from autoaccum.events import Validated
 from autoaccum.reporting.hover import described
 from autoaccum.reporting.plots import svg
-from autoaccum.sweeps.facts import facts_of, runs_of
+from autoaccum.sweeps.facts import facts_of
 from autoaccum.sweeps.plots import pictures
+from autoaccum.sweeps.studies import runs_of
 from tests.reporting.synthetic import report, write
 from tests.sweeps.studies import law, running, study, trial
 

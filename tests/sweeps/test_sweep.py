@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import json
 import os
-import shlex
 import shutil
 import signal
 import sqlite3
@@ -24,7 +22,6 @@ import torch
 from optuna.trial import TrialState
 from torch import nn
 
-from autoaccum.cli.app import main
 from autoaccum.errors import ArgumentError, RecipeResultError, StorageError
 from autoaccum.events import Resumed, Started, StepReport
 from autoaccum.runs.origin import command_line, commit
@@ -427,9 +424,9 @@ def test_trials_that_a_user_queues_come_first(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"lr": (1e-2, 1e-3)}, "lr=(0.01, 0.001): expected (low, high)"),
+        ({"lr": (1e-2, 1e-3)}, "lr=(0.01, 0.001): expected (1e-4, 1e-1) or '1e-4:1e-1' for a range"),
         ({"lr": "1e-3:x"}, "lr='1e-3:x': expected"),
-        ({"lr": (1e-3, 1e-2, 1e-1)}, "expected (low, high)"),
+        ({"lr": (1e-3, 1e-2, 1e-1)}, "expected (1e-4, 1e-1)"),
         ({"lr": -1.0}, "lr=-1.0: expected a number above 0"),
         ({"effective_batch": [16, 16]}, "effective_batch=[16, 16]: expected"),
         ({"effective_batch": "64:32"}, "effective_batch='64:32': expected"),
@@ -445,7 +442,7 @@ def test_trials_that_a_user_queues_come_first(tmp_path: Path) -> None:
         ({"jobs": 0}, "jobs=0: expected an int of at least 1"),
         ({"run_dir": "runs"}, "run_dir='runs': expected arguments of sweep, or of fit"),
         ({"n_trials": 1}, "Pass num_trials to autoaccum.sweep, --trials on the command line."),
-        ({"lr": 0.1, "effective_batch": 16}, "Pass (low, high), or search_space."),
+        ({"lr": 0.1, "effective_batch": 16}, "lr=0.1: expected something to search for. Pass lr=(1e-4, 1e-1) or effe"),
         ({"effective_batch": None}, "effective_batch=None: expected samples to choose from"),
         ({"search_space": lambda trial: {"width": 3}}, "Write 'def recipe(width): ...' and use it there."),
         ({"optimizer": torch.optim.SGD}, "Write 'def recipe(lr): ...' and make the optimizer with it."),
@@ -497,140 +494,3 @@ def test_jobs_that_cannot_be_had(tmp_path: Path) -> None:
         run(lambda: small(), tmp_path, jobs=2)
     with pytest.raises(ArgumentError, match="pass one that is not in memory"):
         run(small, tmp_path, jobs=2, storage=optuna.storages.InMemoryStorage())
-
-
-# The command line.
-
-RECIPE = """
-import torch
-
-def recipe(lr):
-    generator = torch.Generator().manual_seed(0)
-    data = torch.randn(64, 4, generator=generator), torch.randn(64, 1, generator=generator)
-    return {
-        "model": torch.nn.Linear(4, 1), "data": data, "validation_data": data, "micro_batch": 8,
-        "loss_fn": torch.nn.functional.mse_loss, "optimizer": lambda params: torch.optim.SGD(params, lr=lr),
-    }
-"""
-
-
-@pytest.fixture
-def recipe_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
-    monkeypatch.chdir(tmp_path)
-    Path("digits.py").write_text(RECIPE)
-    return "digits.py"
-
-
-def arguments(recipe: str, *more: str) -> list[str]:
-    return [
-        "sweep",
-        recipe,
-        "--lr",
-        "1e-3:1e-1",
-        "--effective-batch",
-        "8:16",
-        "--no-progress",
-        "--device",
-        "cpu",
-        *more,
-    ]
-
-
-def test_the_command(recipe_file: str, capsys: pytest.CaptureFixture[str]) -> None:
-    """With two processes; the same again has nothing to do and shows the same."""
-    assert main(arguments(recipe_file, "--trials", "3", "--jobs", "2")) == 0
-    table = capsys.readouterr().out
-    assert table.splitlines()[0].split() == ["trial", "validation_loss", "lr", "effective_batch"]
-    assert "3 trials: 3 to the end, 0 pruned" in table
-    assert "cost of searching for micro-batches: 3 sizes tried, 0 OOMs, at most 0 samples of 192 run again" in table
-    assert main(arguments(recipe_file, "--trials", "3", "--json")) == 0
-    document = json.loads(capsys.readouterr().out)
-    assert document["study"] == "digits"
-    assert document["finished"] == len(document["trials"]) == 3
-    values = [document["trials"][number]["values"] for number in document["best"]]
-    assert values == sorted(values)
-    assert {path.name for path in Path("sweeps/digits").iterdir()} == {
-        *(".lock", "id", "study.db"),
-        *(f"trial-{number:04d}" for number in range(3)),
-    }
-
-
-def test_what_recipes_print_in_other_processes_is_not_in_the_document(
-    recipe_file: str, capfd: pytest.CaptureFixture[str]
-) -> None:
-    Path(recipe_file).write_text("print('hello')\n" + RECIPE)
-    assert main(arguments(recipe_file, "--trials", "2", "--jobs", "2", "--json")) == 0
-    out, err = capfd.readouterr()
-    assert json.loads(out)["finished"] == 2
-    assert err.count("hello") == 2
-
-
-def test_the_command_exits_with_4_when_it_is_interrupted(recipe_file: str, capsys: pytest.CaptureFixture[str]) -> None:
-    text = RECIPE.replace('"micro_batch": 8,', '"micro_batch": 8, "callbacks": [stop],')
-    stop = (
-        "import signal\ndef stop(record):\n    if hasattr(record, 'lr'):\n        signal.raise_signal(signal.SIGINT)\n"
-    )
-    Path("digits.py").write_text(stop + text)
-    assert main(arguments(recipe_file, "--trials", "2")) == 4
-    out, err = capsys.readouterr()
-    assert "0 trials: 0 to the end" in out
-    assert "ends after this window; Ctrl-C again to stop now\n" in err
-    command = shlex.join(["autoaccum", *arguments(recipe_file, "--trials", "2")])
-    assert f"the same command goes on: {command}\n" in err
-
-
-def test_a_ctrl_c_between_trials_ends_the_command_at_once_and_says_where(
-    recipe_file: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    Path("digits.py").write_text(f"calls = []\n{RECIPE}".replace(
-        "    generator =", "    calls.append(1)\n    if len(calls) > 2:\n        raise KeyboardInterrupt\n    generator ="
-    ))  # fmt: skip
-    assert main(arguments(recipe_file, "--trials", "2")) == 4
-    told, kept, _ = capsys.readouterr().err.splitlines()[-3:]
-    assert told == "interrupted: the same command goes on"
-    assert kept.startswith("kept in sweeps/digits, the same command goes on: autoaccum sweep digits.py ")
-
-
-@pytest.mark.parametrize("storage", [(), ("--storage", "journal:trials.log")])
-def test_the_command_says_where_the_sweep_is_kept(
-    storage: tuple[str, ...], recipe_file: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    given = [*arguments(recipe_file, "--trials", "1"), *storage]
-    assert main(given) == 0
-    kept, drawn = capsys.readouterr().err.splitlines()[-2:]
-    also = " and journal:trials.log" if storage else ""
-    command = shlex.join(["autoaccum", *given])
-    assert kept == f"kept in sweeps/digits{also}, to go on, raise --trials: {command}"
-    assert drawn.startswith("to look at it: autoaccum report ")
-    assert main([*shlex.split(drawn)[5:]]) == 0
-    capsys.readouterr()
-    assert main([*given, "--json"]) == 0
-    assert "kept in" not in capsys.readouterr().err
-
-
-def test_the_command_exits_with_3_when_nothing_fits(recipe_file: str, capsys: pytest.CaptureFixture[str]) -> None:
-    text = RECIPE.replace("Linear(4, 1)", "Linear(4, 50_000)")
-    Path(recipe_file).write_text(text.replace("torch.nn.functional.mse_loss", "lambda out, targets: out.mean()"))
-    with simulated_memory(1_500_000):  # the weights, and not their gradients
-        assert main(arguments(recipe_file, "--trials", "2")) == 3
-    assert "error: none of 2 trials fits" in capsys.readouterr().err
-
-
-def test_the_command_takes_samplers_pruners_and_metrics_by_name(
-    recipe_file: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    more = ["--sampler", "grid", "--pruner", "none", "--metric", "samples,seconds", "--direction", "maximize,minimize"]
-    given = ["1e-3,1e-2" if text == "1e-3:1e-1" else text for text in arguments(recipe_file, *more)]
-    assert main([*given, "--trials", "2", "--json"]) == 0
-    found = json.loads(capsys.readouterr().out)
-    assert {trial["params"]["lr"] for trial in found["trials"]} <= {1e-3, 1e-2}
-    assert found["metric"] == ["samples", "seconds"]
-    assert [trial["values"][0] for trial in found["trials"]] == [64, 64]
-
-
-def test_the_command_tells_what_is_wrong(recipe_file: str, capsys: pytest.CaptureFixture[str]) -> None:
-    Path("digits.py").write_text(RECIPE.replace("recipe(lr)", "recipe(lr=0.1)").replace('"validation_data": data,', ""))
-    assert main(arguments(recipe_file)) == 2
-    assert "error: validation_data=None" in capsys.readouterr().err
-    assert main(arguments(recipe_file, "--trials", "0")) == 2
-    assert "error: --trials 0: expected an int of at least 1" in capsys.readouterr().err

@@ -1,0 +1,252 @@
+"""The command of sweeps: what it prints, what it says of mistakes, and by which command a trial is trained once more."""
+
+from __future__ import annotations
+
+import json
+import shlex
+from pathlib import Path
+from typing import Any
+
+import optuna
+import pytest
+import torch
+
+from autoaccum.cli.app import main
+from autoaccum.testing import simulated_memory
+from tests.sweeps.sweeping import run
+
+RECIPE = """
+import torch
+
+def recipe(lr):
+    generator = torch.Generator().manual_seed(0)
+    data = torch.randn(64, 4, generator=generator), torch.randn(64, 1, generator=generator)
+    return {
+        "model": torch.nn.Linear(4, 1), "data": data, "validation_data": data, "micro_batch": 8,
+        "loss_fn": torch.nn.functional.mse_loss, "optimizer": lambda params: torch.optim.SGD(params, lr=lr),
+    }
+"""
+
+
+@pytest.fixture
+def recipe_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    monkeypatch.chdir(tmp_path)
+    Path("digits.py").write_text(RECIPE)
+    return "digits.py"
+
+
+def arguments(recipe: str, *more: str) -> list[str]:
+    return [
+        "sweep",
+        recipe,
+        "--lr",
+        "1e-3:1e-1",
+        "--effective-batch",
+        "8:16",
+        "--no-progress",
+        "--device",
+        "cpu",
+        *more,
+    ]
+
+
+def test_the_command(recipe_file: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """With two processes; the same again has nothing to do and shows the same."""
+    assert main(arguments(recipe_file, "--trials", "3", "--jobs", "2")) == 0
+    table = capsys.readouterr().out
+    assert table.splitlines()[0].split() == ["trial", "validation_loss", "lr", "effective_batch"]
+    assert "3 trials: 3 to the end, 0 pruned" in table
+    assert "cost of searching for micro-batches: 3 sizes tried, 0 OOMs, at most 0 samples of 192 run again" in table
+    assert main(arguments(recipe_file, "--trials", "3", "--json")) == 0
+    document = json.loads(capsys.readouterr().out)
+    assert document["study"] == "digits"
+    assert document["finished"] == len(document["trials"]) == 3
+    assert [trial["directory"] for trial in document["trials"]] == [f"sweeps/digits/trial-000{at}" for at in range(3)]
+    elsewhere = ["--trials", "3", "--json", "--storage", "sqlite:///sweeps/digits/study.db", "--directory", "other"]
+    assert main(arguments(recipe_file, *elsewhere)) == 0
+    assert [trial["directory"] for trial in json.loads(capsys.readouterr().out)["trials"]] == [None] * 3
+    values = [document["trials"][number]["values"] for number in document["best"]]
+    assert values == sorted(values)
+    assert {path.name for path in Path("sweeps/digits").iterdir()} == {
+        *(".lock", "id", "study.db"),
+        *(f"trial-{number:04d}" for number in range(3)),
+    }
+
+
+def test_what_recipes_print_in_other_processes_is_not_in_the_document(
+    recipe_file: str, capfd: pytest.CaptureFixture[str]
+) -> None:
+    Path(recipe_file).write_text("print('hello')\n" + RECIPE)
+    assert main(arguments(recipe_file, "--trials", "2", "--jobs", "2", "--json")) == 0
+    out, err = capfd.readouterr()
+    assert json.loads(out)["finished"] == 2
+    assert err.count("hello") == 2
+
+
+def test_the_command_exits_with_4_when_it_is_interrupted(recipe_file: str, capsys: pytest.CaptureFixture[str]) -> None:
+    text = RECIPE.replace('"micro_batch": 8,', '"micro_batch": 8, "callbacks": [stop],')
+    stop = (
+        "import signal\ndef stop(record):\n    if hasattr(record, 'lr'):\n        signal.raise_signal(signal.SIGINT)\n"
+    )
+    Path("digits.py").write_text(stop + text)
+    assert main(arguments(recipe_file, "--trials", "2")) == 4
+    out, err = capsys.readouterr()
+    assert "0 trials: 0 to the end" in out
+    assert "ends after this window; Ctrl-C again to stop now\n" in err
+    command = shlex.join(["autoaccum", *arguments(recipe_file, "--trials", "2")])
+    assert f"the same command goes on: {command}\n" in err
+
+
+def test_a_ctrl_c_between_trials_ends_the_command_at_once_and_says_where(
+    recipe_file: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    Path("digits.py").write_text(f"calls = []\n{RECIPE}".replace(
+        "    generator =", "    calls.append(1)\n    if len(calls) > 2:\n        raise KeyboardInterrupt\n    generator ="
+    ))  # fmt: skip
+    assert main(arguments(recipe_file, "--trials", "2")) == 4
+    told, kept, _ = capsys.readouterr().err.splitlines()[-3:]
+    assert told == "interrupted: the same command goes on"
+    assert kept.startswith("kept in sweeps/digits, the same command goes on: autoaccum sweep digits.py ")
+
+
+@pytest.mark.parametrize("storage", [(), ("--storage", "journal:trials.log")])
+def test_the_command_says_where_the_sweep_is_kept(
+    storage: tuple[str, ...], recipe_file: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    given = [*arguments(recipe_file, "--trials", "1"), *storage]
+    assert main(given) == 0
+    kept, drawn, _ = capsys.readouterr().err.splitlines()[-3:]
+    also = " and journal:trials.log" if storage else ""
+    command = shlex.join(["autoaccum", *given])
+    assert kept == f"kept in sweeps/digits{also}, to go on, raise --trials: {command}"
+    assert drawn.startswith("to look at it: autoaccum report ")
+    assert main([*shlex.split(drawn)[5:]]) == 0
+    capsys.readouterr()
+    assert main([*given, "--json"]) == 0
+    assert "kept in" not in capsys.readouterr().err
+
+
+def test_the_command_exits_with_3_when_nothing_fits(recipe_file: str, capsys: pytest.CaptureFixture[str]) -> None:
+    text = RECIPE.replace("Linear(4, 1)", "Linear(4, 50_000)")
+    Path(recipe_file).write_text(text.replace("torch.nn.functional.mse_loss", "lambda out, targets: out.mean()"))
+    with simulated_memory(1_500_000):  # the weights, and not their gradients
+        assert main(arguments(recipe_file, "--trials", "2")) == 3
+    assert "error: none of 2 trials fits" in capsys.readouterr().err
+
+
+def test_the_command_takes_samplers_pruners_and_metrics_by_name(
+    recipe_file: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    more = ["--sampler", "grid", "--pruner", "none", "--metric", "samples,seconds", "--direction", "maximize,minimize"]
+    given = ["1e-3,1e-2" if text == "1e-3:1e-1" else text for text in arguments(recipe_file, *more)]
+    assert main([*given, "--trials", "2", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert {trial["params"]["lr"] for trial in found["trials"]} <= {1e-3, 1e-2}
+    assert found["metric"] == ["samples", "seconds"]
+    assert [trial["values"][0] for trial in found["trials"]] == [64, 64]
+
+
+def test_the_command_tells_what_is_wrong(recipe_file: str, capsys: pytest.CaptureFixture[str]) -> None:
+    Path("digits.py").write_text(RECIPE.replace("recipe(lr)", "recipe(lr=0.1)").replace('"validation_data": data,', ""))
+    assert main(arguments(recipe_file)) == 2
+    assert "error: validation_data=None" in capsys.readouterr().err
+    assert main(arguments(recipe_file, "--trials", "0")) == 2
+    assert "error: --trials 0: expected an int of at least 1" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("given", "told"),
+    [
+        ([], "--lr: expected something to search for. Pass --lr 1e-4:1e-1 or --effective-batch 32,64,128; in Python "),
+        (["--lr", "0.1"], "--lr 0.1: expected something to search for. "),
+        (
+            ["--lr", "(1e-4, 1e-1)"],
+            "--lr '(1e-4, 1e-1)': expected '1e-4:1e-1' for a range, '1e-4,1e-3' to choose from, or a number.",
+        ),
+        (
+            ["--effective-batch", "8:x"],
+            "--effective-batch 8:x: expected '32:1024' for a range, '32,64' to choose from, or a number.",
+        ),
+        (["--lr", "1e-2:1e-3"], "--lr 1e-2:1e-3: expected "),
+        (["--epochs", "1"], "Unknown option: --epochs. The budget of a sweep is --samples, the same for all trials."),
+        (["--steps=9"], "Unknown option: --steps. The budget of a sweep is --samples, "),
+        (["--num-train-epochs", "1"], "Unknown option: --num-train-epochs. The budget of a sweep is --samples, "),
+        (["--batch-size", "1"], "Unknown option: --batch-size. Pass effective_batch, "),
+    ],
+)
+def test_the_command_says_what_to_type(
+    given: list[str], told: str, recipe_file: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["sweep", recipe_file, *given, "--device", "cpu", "--no-progress"]) == 2
+    assert capsys.readouterr().err.startswith(f"error: {told}")
+
+
+OWN_OPTIMIZER = RECIPE
+"""Whose optimizer takes the learning rate, by --set."""
+TO_FIT = RECIPE.replace("recipe(lr)", "recipe(width=1)").replace(
+    '"optimizer": lambda params: torch.optim.SGD(params, lr=lr),', ""
+)
+"""Whose learning rate is fit's, and whose weights are drawn after a draw at the import."""
+
+
+@pytest.mark.parametrize(
+    ("recipe", "more", "told"),
+    [
+        (
+            OWN_OPTIMIZER,
+            [],
+            "--device cpu --set lr={lr} --effective-batch {effective_batch} --seed {seed} --samples 64 --validate-every 6",
+        ),
+        (
+            "import torch\ntorch.rand(3)\n" + TO_FIT,
+            [
+                "--set",
+                "width=1",
+                "--seed=3",
+                "--samples",
+                "48",
+                "--sampler=random",
+                "--clip-norm",
+                "0.5",
+                "--jobs",
+                "1",
+            ],
+            "--device cpu --set width=1 --clip-norm 0.5 --lr {lr} --effective-batch {effective_batch} --seed {seed} "
+            "--samples 48 --validate-every 4",
+        ),
+        (
+            TO_FIT.replace("recipe(width=1)", "recipe(effective_batch)"),
+            ["--effective_batch", "16"],
+            "--device cpu --set effective_batch=16 --lr {lr} --effective-batch 16 --seed {seed} --samples 64 --validate-every 6",
+        ),
+    ],
+    ids=["own-optimizer", "options", "one-batch"],
+)
+def test_the_best_trial_is_trained_once_more_by_the_command_that_is_told(
+    recipe: str, more: list[str], told: str, recipe_file: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    Path(recipe_file).write_text(recipe)
+    given = arguments(recipe_file, "--trials", "3", *more)
+    if "--effective_batch" in more:
+        given = [word for word in given if word not in ("--effective-batch", "8:16")]
+    assert main(given) == 0
+    command = capsys.readouterr().err.splitlines()[-1]
+    assert main([*given, "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    best = found["trials"][found["best"][0]]
+    words = told.format(**best, **best["params"]) if "{" in told else told
+    assert command == f"to train trial {best['number']} once more: autoaccum fit digits.py --no-progress {words}"
+    torch.rand(7)  # whatever was drawn before
+    assert main([*shlex.split(command.partition(": ")[2])[1:], "--json", "--run-dir", "none"]) == 0
+    events = json.loads(capsys.readouterr().out)["events"]
+    assert [event["loss"] for event in events if event["type"] == "Validated"][-1] == best["values"][0]
+
+
+def test_no_command_is_told_for_what_none_can_say(recipe_file: str, capsys: pytest.CaptureFixture[str]) -> None:
+    def space(trial: optuna.Trial) -> dict[str, Any]:
+        return {"clip_norm": trial.suggest_float("clip_norm", 0.5, 1.0)}
+
+    settings: dict[str, Any] = {"effective_batch": [8, 16], "search_space": space, "num_trials": 1}
+    run("digits.py", Path("sweeps/digits"), study_name="digits", **settings)
+    assert main(arguments(recipe_file, "--trials", "1")) == 0
+    assert capsys.readouterr().err.splitlines()[-1].startswith("to look at it: ")
