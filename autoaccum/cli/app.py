@@ -59,7 +59,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             option = (error.token.keyword or error.token.value).split("=")[0]
             offered.set(inspect.signature(error.target).parameters if error.target else {})
             cure = _instead(option)
-            if words[:1] == ["sweep"] and (option.strip("-") in _BUDGETS or cure.startswith(_ANSWERED)):
+            if words[:1] == ["sweep"] and (option.strip("-") in _BUDGETS or elsewhere(option).startswith(_ANSWERED)):
                 cure = "The budget of a sweep is --samples, the same for all trials."
             return fail(CycloptsError(msg=f"Unknown option: {option}. {cure}") if cure else error, 2)
         except MissingArgumentError as error:

@@ -171,7 +171,7 @@ def test_the_command_tells_what_is_wrong(recipe_file: str, capsys: pytest.Captur
         (["--epochs", "1"], "Unknown option: --epochs. The budget of a sweep is --samples, the same for all trials."),
         (["--steps=9"], "Unknown option: --steps. The budget of a sweep is --samples, "),
         (["--num-train-epochs", "1"], "Unknown option: --num-train-epochs. The budget of a sweep is --samples, "),
-        (["--batch-size", "1"], "Unknown option: --batch-size. Pass effective_batch, "),
+        (["--batch-size", "1"], "Unknown option: --batch-size. Pass --effective-batch, "),
     ],
 )
 def test_the_command_says_what_to_type(
