@@ -40,7 +40,7 @@ def trained(
     """Return all that a run leaves, averages and rates too, and its result."""
     ema = EMA(decay=0.9, validate=validate)
     # Nothing is an improvement by so much: rates fall after each second validation.
-    plateau = ReduceOnPlateau(factor=0.5, patience=2, min_delta=10.0)
+    plateau = ReduceOnPlateau(factor=0.5, patience=1, min_delta=10.0)
     given: dict[str, Any] = {"data": classes(20), "effective_batch": 8, "micro_batch": 4, "epochs": 4, "device": "cpu"}
     given |= {"loss_fn": cross_entropy, "progress": False, "cache": False, "verify": False}
     given |= {"validation_data": classes(12, seed=3), "validate_every": 8}
