@@ -23,8 +23,13 @@ SECONDS_A_STEP = 1 / 32
 _numbers = count()
 
 # Not --doctest-ignore-import-errors, with which pytest takes a file of tests that cannot be imported for an empty one.
-_NEEDS = {"transformers.py": "transformers", "trainer_*.py": "transformers", "lightning*.py": "lightning"}
-collect_ignore_glob = [f"autoaccum/integrations/{files}" for files, name in _NEEDS.items() if find_spec(name) is None]
+_OF_TRAINERS = ["autoaccum/integrations/tr*.py", "tests/integrations/*trainer*.py"]
+_NEEDS = {
+    "transformers": _OF_TRAINERS,
+    "accelerate": _OF_TRAINERS,
+    "lightning": ["autoaccum/integrations/lightning*.py", "tests/integrations/lightning_runs.py"],
+}
+collect_ignore_glob = [one for name, files in _NEEDS.items() if find_spec(name) is None for one in files]
 
 
 def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:

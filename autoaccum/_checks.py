@@ -335,6 +335,11 @@ _NO_STEPS = {
     "initial_lr": "0.1",
     "T_0": "100",
     "last_epoch": "-1",
+    "swa_lr": "0.05",
+    "num_warmup_steps": "100",
+    "warmup_steps": "100",
+    "num_warmup": "100",
+    "warmup": "100",
 }
 """Second parameters of schedulers that are no number of steps to come, and what may be passed by their names."""
 
@@ -352,12 +357,12 @@ def of_lr_scheduler(lr_scheduler: object) -> None:
     takes = positional(lr_scheduler)
     names = () if takes is None else takes.names
     second = "".join(names[1:2])
-    # A lambda, or a partial, has no name that could be written down.
-    called = str(getattr(lr_scheduler, "__name__", ""))
+    # A lambda has no name that could be written down; a partial has that of what it calls.
+    called = str(getattr(getattr(lr_scheduler, "func", lr_scheduler), "__name__", ""))
     called = called if called.isidentifier() else "make"
     # By names that PyTorch and Transformers give, for a number of steps would pass for any of them: ExponentialLR would
     # have a gamma of 1,000. What is called otherwise may be a horizon, and is left to its owner.
-    value = "100" if "warmup" in second else _NO_STEPS.get(second)
+    value = _NO_STEPS.get(second)
     rest = ", num_training_steps=num_steps" if "num_training_steps" in names else ""
     if called == "ReduceLROnPlateau":
         value, cure = "", ON_PLATEAUS

@@ -21,6 +21,7 @@ from torch.optim.lr_scheduler import (
     ReduceLROnPlateau,
     StepLR,
 )
+from torch.optim.swa_utils import SWALR
 
 from autoaccum._checks import (
     cadence,
@@ -407,7 +408,8 @@ class TestSchedulers:
             (StepLR, r"StepLR\(optimizer, step_size=30\)"),
             (OneCycleLR, r"OneCycleLR\(optimizer, max_lr=0.1, total_steps=num_steps\)"),
             (CosineAnnealingWarmRestarts, r"CosineAnnealingWarmRestarts\(optimizer, T_0=100\)"),
-            (functools.partial(StepLR, gamma=0.5), r"make\(optimizer, step_size=30\)"),
+            (SWALR, r"SWALR\(optimizer, swa_lr=0.05\)"),
+            (functools.partial(StepLR, gamma=0.5), r"StepLR\(optimizer, step_size=30\)"),
             (lambda optimizer, num_warmup_steps, last_epoch=-1: None, r"make\(optimizer, num_warmup_steps=100\)"),
             (
                 lambda optimizer, num_warmup_steps, num_training_steps: None,
@@ -436,4 +438,5 @@ class TestSchedulers:
 
     def test_a_name_of_the_users_own_may_be_one(self) -> None:
         of_lr_scheduler(lambda optimizer, how_long: None)
+        of_lr_scheduler(lambda optimizer, steps_after_warmup: None)
         of_lr_scheduler(lambda *arguments: None)

@@ -110,7 +110,7 @@ def _instead(option: str) -> str:
         return cure
     # A check has no epochs; but no command line can write a function, or a dataset.
     if writable(OF_FIT[meant].type):
-        return ""
+        return f"fit has --{meant.replace('_', '-')}, and this command has nothing like it."
     return f"{cure} It is an entry of the dict that the recipe returns.".strip()
 
 

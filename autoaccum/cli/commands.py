@@ -232,7 +232,7 @@ def _sweep(
         best = best_trials(study)
         print("\n".join(study_lines(best, found)), flush=True)
         # Of several metrics the best is one of those on the front: that of the best first metric.
-        of_recipe, of_fit = again(study, best[0], given) if best else ({}, {})
+        of_recipe, of_fit = again(study, best[0]) if best else ({}, {})
         own = {*OF_SWEEP, "trials", "lr", "effective_batch"} - {"progress"}
         more = [trial_line(best[0].number, of_recipe, of_fit, own)] if of_fit else []
         _say_sweep(study.study_name, given, more, is_finished=found["finished"] >= trials)

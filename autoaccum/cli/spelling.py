@@ -21,6 +21,8 @@ _ASSIGNED = (
     rf"\({_NUMBER}, {_NUMBER}\)|\[{_NUMBER}(?:, {_NUMBER})*\])"
 )
 """An argument with its value, as errors begin and cures say it; a range and a list of numbers among them."""
+_RANGES = ("lr", "effective_batch")
+"""What a sweep takes as a range or a list; of others both are Python's alone."""
 _TWICE = r"[(\[][\w., -]+[)\]] or (?P<text>'[\w.:,-]+')"
 """A value of Python, and the text that stands for it."""
 _SET = r"recipe_arguments(?:\['(?P<set>\w+)'\]=)?"
@@ -53,6 +55,8 @@ def as_options(text: str) -> str:
         value = found["value"].strip("'\"")
         if value == "None":  # what was left out, which no command line can say: an error begins by its name
             return f"--{flag}" if found.start() == 0 else found[0]
+        if found["value"][0] in "([" and name not in _RANGES:
+            return found[0]
         if found["value"][0] in "([":
             value = value[1:-1].replace(", ", ":" if value[0] == "(" else ",")
         if writable(parameter.annotation) == (bool,):

@@ -17,6 +17,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
 
 from autoaccum import _checks
+from autoaccum._units import kind_of
 from autoaccum.errors import ArgumentTypeError
 
 CHUNK = 256
@@ -82,7 +83,7 @@ def _of_rows(call: str, **given: object) -> None:
     for name, value in given.items():
         if not isinstance(value, torch.Tensor):
             cure = f"Let embed return both parts, and pass loss_fn=lambda embeddings: {call}."
-            raise ArgumentTypeError(name, f"a {type(value).__name__}", "a tensor with one row per sample", cure)
+            raise ArgumentTypeError(name, kind_of(value), "a tensor with one row per sample", cure)
 
 
 def info_nce(

@@ -106,10 +106,18 @@ def _of_numbers(tensors: dict[str, torch.Tensor], model: Any, error: Exception) 
     # A model, or a loss of the user's own, says the same of tensors that it has made itself.
     *_, (frame, _) = walk_tb(error.__traceback__)
     is_of_loss = frame.f_code.co_filename == torch.nn.functional.__file__
-    if targets is None or not is_of_loss or targets.is_floating_point() or targets.is_complex():
+    # Targets that a training_step has made itself are none of the batch's.
+    if targets is None or not is_of_loss or not any(_is_same(value, targets) for value in frame.f_locals.values()):
+        return None
+    if targets.is_floating_point() or targets.is_complex():
         return None
     wanted = next(iter(_dtypes_of(model)), torch.float32)
     return _wrong(where, targets.dtype, f"while the loss computes with {_name(wanted)}", wanted, str(error))
+
+
+def _is_same(value: object, tensor: torch.Tensor) -> bool:
+    """Return whether a value is a tensor, or a view of all of it."""
+    return isinstance(value, torch.Tensor) and value.dtype is tensor.dtype and value.data_ptr() == tensor.data_ptr()
 
 
 def _of_labels(tensors: dict[str, torch.Tensor], text: str) -> DataError | None:

@@ -11,7 +11,7 @@ import json
 import os
 import re
 import tempfile
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass, fields, replace
 from datetime import UTC, datetime
@@ -80,18 +80,20 @@ class Past:
             return ()
         with suppress(OSError):
             os.utime(path)  # the files used last are the last to be dropped
-        trials, of_then = _trials(document) or (), document.get("limit_bytes")
-        if not isinstance(of_then, int | float) or limit_bytes <= SURELY_MORE * of_then:
-            return trials
         # A size that just fits is slow for reasons of its own: memory is given back and taken again. Believed under a
         # limit that leaves room it would look as if larger ones were no faster, and no run would ever try them.
-        close = CLOSE * of_then, SURELY_MORE * of_then
+        limits = _limits(document)
         return tuple(
-            replace(one, seconds=None) if close[0] < (one.peak_bytes or 0) <= close[1] else one for one in trials
+            replace(trial, seconds=None) if _was_close(trial, limits.get(tried(trial)), limit_bytes) else trial
+            for trial in _trials(document) or ()
         )
 
+    def limits(self, key: str) -> dict[Any, int]:
+        """Return under which limit each of the trials under a key was, by what was ``tried``."""
+        return _limits(_read(self._path(key)) or {})
+
     def save(
-        self, key: str, trials: Iterable[Trial], *, model: str, device: str, limit_bytes: int | None = None
+        self, key: str, trials: Iterable[Trial], *, model: str, device: str, limits: Mapping[Any, int] | None = None
     ) -> None:
         """Keep the newest trial of each size, at most ``MAX_TRIALS`` of them, in place of what the key had.
 
@@ -100,15 +102,14 @@ class Past:
             trials: oldest first.
             model: class of the model, for people to read.
             device: its type and name, likewise.
-            limit_bytes: under which they were tried, the newest at least.
+            limits: under which limit each was tried, by what was ``tried``; None where nobody knows.
         """
         document = {
             "format": FORMAT,
             "saved": datetime.fromtimestamp(clock.stamp(), UTC).isoformat(timespec="seconds"),
             "model": model,
             "device": device,
-            **({} if limit_bytes is None else {"limit_bytes": limit_bytes}),
-            "trials": [_entry(trial) for trial in _newest(trials)],
+            "trials": [_entry(trial, (limits or {}).get(tried(trial))) for trial in _newest(trials)],
         }
         with suppress(OSError):  # a full disk, a directory of another user: then the next run searches again
             self.where.mkdir(parents=True, exist_ok=True)
@@ -165,17 +166,42 @@ class Past:
             _remove(path)
 
 
-def _entry(trial: Trial) -> dict[str, Any]:
+def _entry(trial: Trial, limit_bytes: int | None) -> dict[str, Any]:
     """Return a trial as plain values: what came later than others only where it says something."""
-    return {name: value for name, value in asdict(trial).items() if value is not None or name != "allocated_bytes"}
+    values = {**asdict(trial), "limit_bytes": limit_bytes}
+    later = ("allocated_bytes", "limit_bytes")
+    return {name: value for name, value in values.items() if value is not None or name not in later}
+
+
+def tried(trial: Trial) -> tuple[Any, ...]:
+    """Return what was tried, whatever came of it: a size at a length."""
+    # By exclusion, so that a field that a later version adds tells kinds apart and loses no trial.
+    return tuple(value for name, value in asdict(trial).items() if name not in _OUTCOME)
+
+
+def _limits(document: dict[str, Any]) -> dict[Any, int]:
+    """Return the limits of a file's trials, as far as they make sense: the user may have edited it."""
+    found = {}
+    for trial, entry in zip(_trials(document) or (), document.get("trials", ()), strict=False):
+        limit = entry.get("limit_bytes")
+        if isinstance(limit, int) and 0 < limit < 2**63:
+            found[tried(trial)] = limit
+    return found
+
+
+def _was_close(trial: Trial, of_then: int | None, limit_bytes: int) -> bool:
+    """Return whether a trial came close to the limit of then, where there is clearly more now."""
+    if of_then is None or trial.peak_bytes is None or limit_bytes <= SURELY_MORE * of_then:
+        return False
+    # What is clearly beyond it was tried under another one.
+    return CLOSE * of_then < trial.peak_bytes <= SURELY_MORE * of_then
 
 
 def _newest(trials: Iterable[Trial]) -> list[Trial]:
     """Return the last trial of each kind, oldest first, where a kind is all that was tried: a size at a length."""
     found: dict[Any, Trial] = {}
     for trial in trials:
-        # By exclusion, so that a field that a later version adds tells kinds apart and loses no trial.
-        kind = tuple(value for name, value in asdict(trial).items() if name not in _OUTCOME)
+        kind = tried(trial)
         found.pop(kind, None)  # a dict keeps the place of a key that is set again: this moves it to the end
         found[kind] = trial
     return list(found.values())[-MAX_TRIALS:]

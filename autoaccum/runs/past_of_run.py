@@ -16,7 +16,7 @@ from autoaccum.planning.costs import Trial
 from autoaccum.planning.patience import SURELY_MORE
 from autoaccum.planning.tuner import Tuner
 from autoaccum.runs.cost_key import describe, key
-from autoaccum.runs.past import Past
+from autoaccum.runs.past import Past, tried
 
 # By directory and key, what ran out of memory in this process, and with how many bytes of room for it. In a file it
 # would outlive its reasons: what else was on the device then, and how memory was fragmented.
@@ -72,10 +72,13 @@ class PastOfRun:
             return
         measured = [trial for trial in tuner.learnt() if trial.peak_bytes is not None]
         if measured:  # else what is there stays, untouched
+            # What was not tried in this run keeps the limit of the one that has.
+            limits = dict.fromkeys(map(tried, measured), tuner.limits.limit_bytes)
+            now = set(map(tried, tuner.history))
+            limits |= {one: limit for one, limit in self._past.limits(self._key).items() if one not in now}
             self._past.save(
-                self._key, [*tuner.past, *measured], model=self._model, device=describe(self._device),
-                limit_bytes=tuner.limits.limit_bytes,
-            )  # fmt: skip
+                self._key, [*tuner.past, *measured], model=self._model, device=describe(self._device), limits=limits
+            )
         refused = tuner.refused()
         if refused is not None and refused != tuner.told:
             _refused[self._past.where, self._key] = refused, tuner.refused_at - self._used_bytes

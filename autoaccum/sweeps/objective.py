@@ -66,8 +66,8 @@ class Objective:
     trained: Arguments = field(default_factory=dict)
     """What the first draw would have trained, and on which data; empty where not even its model fits."""
     again: Arguments = field(default_factory=dict)
-    """By what a trial is trained once more: of lr and effective batch, where these are given, which the "recipe" takes
-    and which "fit" does, and "validate_every"."""
+    """By what a trial of this call is trained once more: of lr and effective batch, where these are given, which the
+    "recipe" takes and which "fit" does, the "values" of those that are not searched, and "validate_every"."""
     taken_parameters: list[weakref.ref[torch.Tensor]] = field(default_factory=list)
     """Parameters that the first draw would have trained, and those that trials have: no other trial may train them.
 
@@ -156,6 +156,7 @@ class Objective:
             again={
                 "recipe": [name for name in given if name in of_recipe],
                 "fit": [name for name in given if name in arguments],
+                "values": {name: one for name in given if isinstance(one := getattr(self, name), int | float)},
                 "validate_every": every,
             },
             fit_arguments={**self.fit_arguments, "validate_every": every},

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -66,7 +65,7 @@ def best_trials(study: optuna.Study) -> list[FrozenTrial]:
     return [trials[number] for number in facts_of(study).best]
 
 
-def again(study: optuna.Study, trial: FrozenTrial, given: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+def again(study: optuna.Study, trial: FrozenTrial) -> tuple[dict[str, Any], dict[str, Any]]:
     """Return what the recipe was called with for a trial, and the arguments of ``fit`` that come to its value again.
 
     Both are empty where a search_space has drawn for it, which alone knows what it made of that.
@@ -74,12 +73,14 @@ def again(study: optuna.Study, trial: FrozenTrial, given: Mapping[str, Any]) -> 
     Args:
         study: of the sweep.
         trial: one that has ended.
-        given: arguments of the sweep; lr and effective batch are taken by all trials where they were not drawn.
     """
-    known = study.user_attrs[AGAIN]
-    if not trial.params.keys() <= {*known["recipe"], *known["fit"]}:
+    calls = [call for call in study.user_attrs.get(AGAIN, ()) if call["since"] <= trial.number]
+    if not calls:  # an earlier version ran it
         return {}, {}
-    values = {**given, **trial.params}
+    known = calls[-1]
+    values = {**known["values"], **trial.params}
+    if values.keys() != {*known["recipe"], *known["fit"]}:
+        return {}, {}
     # A recipe that makes its own optimizer takes the lr, which fit would refuse beside it.
     of_recipe, of_fit = ({name: values[name] for name in known[whose]} for whose in ("recipe", "fit"))
     of_fit |= {"seed": trial.user_attrs[SEED], "samples": study.user_attrs[SETTINGS]["samples"]}

@@ -181,9 +181,10 @@ def _swept(given: SweepArguments, checked: Checked, crew: Crew | None) -> optuna
                 load_if_exists=True,
             )
             objective.check_same(study)  # trials of another objective cannot be compared with those to come
-            if _parent is None:  # else nobody has typed anything
+            if _parent is None:  # else nobody has typed anything; each call is true of the trials that come with it
                 study.set_user_attr(ORIGIN, environment())
-                study.set_user_attr(AGAIN, objective.again)
+                now = {"since": len(study.trials), **objective.again}
+                study.set_user_attr(AGAIN, [*study.user_attrs.get(AGAIN, ()), now])
             return study
 
         with _quiet(), answering(storage, path):

@@ -28,6 +28,8 @@ class Ready:
     """Whether it changes what is trained or kept, and so has to be the same on all ranks."""
     judges = False
     """Whether it tells which validation is the best."""
+    begins_anew = False
+    """Whether it could make nothing of what a checkpoint holds of it, for it is of other arguments."""
 
     def check(self, arguments: FitArguments) -> None:
         """Raise an ``ArgumentError`` where a run of these arguments is none for it."""
@@ -109,6 +111,8 @@ class Hooks:
             if found is not None and found["type"] == kind:
                 del saved[place]
                 callback.load_state_dict(found["state"])
+                if isinstance(callback, Ready) and callback.begins_anew:
+                    self.notices.append(_begins_anew(place, kind, "with another metric or mode"))
             else:
                 self.notices.append(_begins_anew(place, kind))
         self.notices += [_is_missing(place, entry["type"]) for place, entry in saved.items()]
@@ -119,9 +123,10 @@ def _can_be_saved(callback: Any) -> bool:
     return callable(getattr(callback, "state_dict", None)) and callable(getattr(callback, "load_state_dict", None))
 
 
-def _begins_anew(place: int, kind: str) -> Notice:
+def _begins_anew(place: int, kind: str, how: str = "") -> Notice:
+    has = f"holds the state of a {kind} {how} at callbacks[{place}]" if how else ""
     return Notice(
-        cause=f"The checkpoint has nothing of callbacks[{place}], which is of type {kind}",
+        cause=f"The checkpoint {has or f'has nothing of callbacks[{place}], which is of type {kind}'}",
         consequence="It begins anew where the run goes on, which is not what it would be had the run not ended",
         cure="Pass the same callbacks in the same order, new ones last",
     )

@@ -12,7 +12,7 @@ from typing import Any, Literal
 import torch
 
 from autoaccum import _checks
-from autoaccum._kinds import entries, number, optional, whole
+from autoaccum._kinds import Check, a, entries, number, one_of, optional, whole
 from autoaccum.errors import ArgumentError, ConflictingArgumentsError, StopTraining
 from autoaccum.events import Record, Started, StepReport, Validated
 from autoaccum.reporting.lines import means_of
@@ -22,6 +22,7 @@ from autoaccum.training.options import FitArguments
 from autoaccum.training.synonyms import meant_by
 
 State = dict[str, Any]
+_OF: dict[str, Check] = {"metric": a(str), "mode": one_of("min", "max")}  # which earlier versions did not save
 
 
 class Watch(Ready):
@@ -99,6 +100,7 @@ class Watch(Ready):
         names = sorted(found)
         # "acc" is not like "accuracy" letter by letter.
         short = [name for name in names if name.startswith(self.metric) or self.metric.startswith(name)]
+        short = [name for name in names if name.endswith(f"/{self.metric}")] or short  # one of several losses
         meant = meant_by(self.metric, names) or (f"Did you mean {short[0]}?" if short else "")
         cure = f"{meant} " if meant else ""
         accepted = f"one of {', '.join(names)}, which validations report"
@@ -115,12 +117,12 @@ class Watch(Ready):
             self.num_bad += 1
 
     _checked: Callable[[Any, str], None] = staticmethod(
-        entries({"best": optional(number(finite=False)), "num_bad": whole()})
+        entries({"best": optional(number(finite=False)), "num_bad": whole()}, optionally=_OF)
     )
 
     def state_dict(self) -> State:
-        """Return the best value, and how many validations were since."""
-        return {"best": self.best, "num_bad": self.num_bad}
+        """Return the best value, and how many validations were since; and of what."""
+        return {"best": self.best, "num_bad": self.num_bad, "metric": self.metric, "mode": self.mode}
 
     def load_state_dict(self, state: State) -> None:
         """Put back what ``state_dict`` returned.
@@ -130,6 +132,10 @@ class Watch(Ready):
         """
         # Checked here, for what the state of a callback may be no one else knows.
         self._checked(state, "callbacks.state")
+        # Of another metric, or in the other direction, the best one says nothing of those to come.
+        if state.get("metric", self.metric) != self.metric or state.get("mode", self.mode) != self.mode:
+            self.begins_anew = True
+            return
         self.best, self.num_bad = state["best"], state["num_bad"]
 
 
@@ -297,7 +303,9 @@ class ReduceOnPlateau(Watch):
             else:
                 group["lr"] = lower
 
-    _checked = staticmethod(entries({"best": optional(number(finite=False)), "num_bad": whole(), "resting": whole()}))
+    _checked = staticmethod(
+        entries({"best": optional(number(finite=False)), "num_bad": whole(), "resting": whole()}, optionally=_OF)
+    )
 
     def state_dict(self) -> State:
         """Return the best value, how many validations were since, and what is left of a cooldown."""

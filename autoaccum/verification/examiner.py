@@ -208,9 +208,11 @@ class Examiner:
         if not math.isfinite(value := gradient.loss.item()):
             raise NonFiniteLossError(value)
         self.is_checked, self._checked_in = True, self._number
-        found = {id(p) for module in self._job.modules for p in module.parameters() if p.grad is not None}
-        if (notice := notices.untrained_notice(self._job.modules, found)) is not None:
-            self._announce(notice)
+        # Hooks may have stepped on gradients, and dropped them.
+        if not notices.has_backward_hooks(self._parameters):
+            found = {id(p) for module in self._job.modules for p in module.parameters() if p.grad is not None}
+            if (notice := notices.untrained_notice(self._job.modules, found)) is not None:
+                self._announce(notice)
 
     def examine(
         self,

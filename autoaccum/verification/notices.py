@@ -181,7 +181,7 @@ def untrained_notice(modules: Sequence[nn.Module], trained: Set[int]) -> Notice 
     held = f", but {' and '.join(instead)} that a function holds which is passed" if instead else ""
     return Notice(
         cause=f"Nothing of the model, a {type(model).__name__}, has a gradient{held}",
-        consequence="The loss does not depend on the model, which is not trained by it",
+        consequence="No gradient of the loss reaches the model, which is not trained by it",
         cure="Compute the loss with the model that the function is called with, and not with one that it finds by its "
         "name; where that is meant, call model.requires_grad_(False)",
     )

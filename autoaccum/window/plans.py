@@ -139,7 +139,9 @@ class Plans:
         limit_bytes = self._limit.bytes
         # A heap is a little over now and then, seldom in two windows in a row.
         before, self._was_over = self._was_over, peak_bytes > limit_bytes
-        if not self._limit.is_enforced and peak_bytes > (1 if before else CLEARLY_OVER) * limit_bytes:
+        # Where not even the smallest fits any more that is told by itself.
+        is_again = before and self._tuner.limits.least_bytes <= limit_bytes
+        if not self._limit.is_enforced and peak_bytes > (1 if is_again else CLEARLY_OVER) * limit_bytes:
             self._announcer.say_once(notices.over_limit(self._number() + 1, peak_bytes, limit_bytes))
 
     def settled(self, num_samples: int, lengths: Lengths = None) -> None:

@@ -58,8 +58,8 @@ def of_one(error: Exception, num_samples: int) -> None:
     if num_samples > 1:
         raise SingleSampleError(error) from error
     error.add_note(
-        "The window has one sample in all, as the last of an epoch may: drop_last=True leaves that out, and another "
-        "effective batch may leave more than one."
+        "The window has one sample in all. Where that is what an epoch leaves, drop_last=True leaves it out, and "
+        "another effective batch may leave more than one."
     )
 
 

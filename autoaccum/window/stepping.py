@@ -416,10 +416,18 @@ class Strays:
         for group in optimizer.param_groups:
             for p in group["params"]:
                 gradient, kept = p.grad, self._left.get(id(p))
-                # One that is zeroed is written to as well, and nothing is meant by that.
-                if gradient is not None and kept is not None and gradient._version != kept[1]:
-                    is_changed = is_changed or _has_any(gradient)
-        return is_changed and self._is_as_left(optimizer)
+                is_changed = is_changed or (gradient is not None and kept is not None and gradient._version != kept[1])
+        if not is_changed:
+            return False
+        # By its norm alone, as it is logged, nothing is clipped; and one that is zeroed is dropped. Where there is no
+        # memory to look at them nothing is told.
+        found = attempt(lambda: self._is_as_left(optimizer) and any(map(self._differs, optimizer.param_groups)))
+        return found is True
+
+    def _differs(self, group: dict[str, Any]) -> bool:
+        """Return whether a gradient in a group is another one than that which was stepped on, and not 0."""
+        there = [(self._some[id(p)], _some_of(p.grad)) for p in group["params"] if id(p) in self._some and _is_there(p)]
+        return any(not before.equal(after) and bool(after.any()) for before, after in there)
 
     def look_at(self, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Raise if a step that is about to be taken is none that anybody means.
@@ -477,6 +485,10 @@ def _is_plain(gradient: torch.Tensor) -> bool:
     """Return whether numbers may be read of a gradient: of a sharded one all ranks would have to ask together."""
     is_one = type(gradient) is torch.Tensor and gradient.layout is torch.strided and gradient.is_contiguous()
     return is_one and gradient.is_floating_point() and gradient.numel() > 0
+
+
+def _is_there(parameter: torch.Tensor) -> bool:
+    return parameter.grad is not None and _is_plain(parameter.grad)
 
 
 def _some_of(gradient: torch.Tensor) -> torch.Tensor:

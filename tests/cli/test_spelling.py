@@ -63,7 +63,8 @@ def test_it_is_spelt_as_it_was_typed(
     ("text", "spelt"),
     [
         ("rate=None: expected 3, pass rate=None", "--rate: expected 3, pass rate=None"),
-        ("rate=(1e-4, 0.1), rate=[1, 2, 3], rate=1e-05", "--rate 1e-4:0.1, --rate 1,2,3, --rate 1e-05"),
+        ("lr=(1e-4, 0.1), lr=[1, 2, 3], lr=1e-05", "--lr 1e-4:0.1, --lr 1,2,3, --lr 1e-05"),
+        ("rate=(8, 4), rate=[8, 4], rate=1e-05", "rate=(8, 4), rate=[8, 4], --rate 1e-05"),
         ("rate=(3, 224, 224), rate='', f(1, 2)", "rate=(3, 224, 224), --rate '', f(1, 2)"),
         ("expected (1e-4, 1) or '1e-4:1', [3, 4] or '3,4'", "expected '1e-4:1', '3,4'"),
     ],
@@ -71,7 +72,7 @@ def test_it_is_spelt_as_it_was_typed(
 def test_ranges_and_lists_are_spelt_as_texts(text: str, spelt: str) -> None:
     def run(path: str, **options: Any) -> None: ...
 
-    def function(rate: float = 1) -> None: ...
+    def function(rate: float = 1, lr: float = 1) -> None: ...
 
     token = offered.set(inspect.signature(command(run, of_function(function))).parameters)
     found = as_options(text)

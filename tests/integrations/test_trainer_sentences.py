@@ -11,6 +11,7 @@ import pytest
 import torch
 
 pytest.importorskip("sentence_transformers")
+pytest.importorskip("datasets")
 
 import datasets
 from sentence_transformers import SentenceTransformer, SentenceTransformerTrainer, SentenceTransformerTrainingArguments

@@ -78,6 +78,15 @@ def test_targets_are_not_to_blame_for_what_a_model_does() -> None:
     assert not isinstance(caught.value, DataError)
 
 
+def test_another_tensor_of_the_batch_is_not_to_blame_for_targets_that_the_step_has_made() -> None:
+    def step(model: nn.Module, batch: Any) -> torch.Tensor:
+        return binary_cross_entropy_with_logits(model(batch[0])[:, 0], batch[1] > 0)
+
+    with pytest.raises(RuntimeError) as caught:
+        loss_function(None, step)(nn.Linear(3, 1), (INPUTS, torch.randn(len(INPUTS)), torch.arange(len(INPUTS))))
+    assert not isinstance(caught.value, DataError)
+
+
 def test_indices_of_an_embedding_are_no_labels() -> None:
     model = nn.Sequential(nn.Embedding(5, 3), nn.Flatten(), nn.Linear(9, 2))
     with pytest.raises(DataError, match=r"the tensor \[0\] of a batch is of float32, while indices are int64"):

@@ -62,9 +62,18 @@ def test_what_was_saved_is_loaded_to_the_bit(store: Past) -> None:
 def test_what_was_timed_close_to_a_limit_is_not_believed_under_a_larger_one(
     store: Past, limit_then: int | None, limit_now: int, not_believed: tuple[int, ...]
 ) -> None:
-    store.save(KEY, TRIALS, model="Net", device="cpu", limit_bytes=limit_then)
+    limits = None if limit_then is None else {(trial.micro_batch, 1): limit_then for trial in TRIALS}
+    store.save(KEY, TRIALS, model="Net", device="cpu", limits=limits)
     expected = [replace(trial, seconds=None) if trial.micro_batch in not_believed else trial for trial in TRIALS]
     assert store.load(KEY, limit_now) == tuple(expected)
+
+
+@pytest.mark.parametrize("limit", [10**400, -1, 0, True, None, "8000", [8000], 1e9, float("nan")])
+def test_a_limit_that_makes_no_sense_says_nothing(store: Past, limit: Any) -> None:
+    path = save(store)
+    trials = [{**trial, "limit_bytes": limit} for trial in json.loads(path.read_text())["trials"]]
+    rewrite(path, trials=trials)
+    assert store.load(KEY, 10**6) == TRIALS
 
 
 def test_a_second_save_replaces_the_first(store: Past) -> None:

@@ -93,6 +93,21 @@ def test_times_of_sizes_that_just_fitted_are_not_believed_where_there_is_more_ro
     assert [trial.seconds for trial in second.past] == times
 
 
+@pytest.mark.parametrize("between", [[], [1190, 1230, 1280], [10**6]])
+def test_a_run_that_does_not_try_a_size_again_leaves_it_the_limit_that_it_came_close_to(between: list[int]) -> None:
+    """Else what was slow under a limit would be believed under a larger one after all, once it has crept up."""
+    for limit_bytes in (1150, *between):
+        past, one = cache(), Tuner(ceiling=64, limit_bytes=limit_bytes, headroom=0, search=True)
+        past.recall(Window(), one, used_bytes=0)
+        sizes = ((1, 0.1), (4, 0.9)) if limit_bytes == 1150 else ((1, 0.1),)
+        for size, seconds in sizes:
+            one.observe(size, 1000 + 10 * size, seconds)
+        past.keep(one)
+    last = tuner()
+    cache().recall(Window(), last, used_bytes=0)
+    assert {trial.micro_batch: trial.seconds for trial in last.past}[4] is None
+
+
 @pytest.mark.parametrize("facts", [{"precision": "bf16"}, {"compiled": True}, {"model": nn.Linear(8, 3)}])
 def test_another_key_another_past(facts: dict[str, Any]) -> None:
     first, began = cache(), tuner()

@@ -12,7 +12,7 @@ from torch.nn.functional import cross_entropy
 
 import autoaccum
 from autoaccum.callbacks import KeepBest
-from autoaccum.errors import ArgumentError, StopTraining
+from autoaccum.errors import ArgumentError, AutoaccumWarning, StopTraining
 from autoaccum.events import Validated
 from autoaccum.runs import checkpoint
 from autoaccum.training.best import Validations
@@ -91,6 +91,23 @@ def test_a_metric_says_which(mode: Any, scores: list[float], best: int, stop: in
     assert run.best() == best
     found, _ = checkpoint.every(tmp_path / "checkpoints")
     assert len([one for one in found if one.is_best]) == 1
+
+
+@pytest.mark.parametrize("other", [("score", "min"), ("loss", "max")])
+def test_of_another_metric_or_mode_it_begins_anew_and_says_so(other: Any, tmp_path: Path) -> None:
+    """The best of the one says nothing of the other: 9 is no score that a lower one has to be below."""
+    run = Scored(tmp_path, [9, 8, 7, 6])
+    run.stop_after = 1
+    run.fit(KeepBest("score", "max"))
+    told = r"holds the state of a KeepBest with another metric or mode at callbacks\[0\]"
+    with pytest.warns(AutoaccumWarning, match=told):
+        run.fit(KeepBest(*other))
+    assert run.best() == (3 if other[0] == "score" else 1)
+
+
+def test_one_of_several_losses_is_meant_by_its_name() -> None:
+    with pytest.raises(ArgumentError, match="Did you mean loss/words"):
+        raise KeepBest("words", "min")._refused(["loss", "loss/words", "loss/sentences"])
 
 
 def test_without_it_the_loss_does(tmp_path: Path) -> None:

@@ -282,6 +282,7 @@ class TestValidation:
         assert event.metrics["right"] == 7
         assert event.metrics["other"] == TARGETS.double().mean().item()
 
+    @pytest.mark.filterwarnings("ignore:The loss is not a mean over what num_items counts")
     def test_of_what_counts_nothing_too(self) -> None:
         event = self.validated(
             validation_data=(INPUTS[:4], torch.tensor([0, 0, 0, 2])), num_items=lambda batch: int((batch[1] > 0).sum())

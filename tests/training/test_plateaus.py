@@ -172,4 +172,4 @@ def test_a_state_that_nobody_wrote_is_refused(make: Any) -> None:
     assert callback.state_dict() == state
     for name in state:
         with pytest.raises(CheckpointCorruptError, match=f"callbacks.state.{name}"):
-            callback.load_state_dict(state | {name: "x"})
+            callback.load_state_dict(state | {name: b"x"})

@@ -152,7 +152,20 @@ def test_a_model_that_gets_no_gradient_is_told_in_the_first_window(micro_batch: 
             effective_batch=8, micro_batch=micro_batch, progress=False, cache=False,
         )  # fmt: skip
     assert [event.consequence for event in result.events if isinstance(event, Notice)] == [
-        "The loss does not depend on the model, which is not trained by it"
+        "No gradient of the loss reaches the model, which is not trained by it"
     ]
     assert all(p.grad is None for p in model.parameters())
     assert not any(p.equal(old) for p, old in zip(other.parameters(), before, strict=True)), "it is trained beside it"
+
+
+@pytest.mark.parametrize("micro_batch", [4, 8])
+def test_gradients_that_hooks_have_dropped_are_none_that_are_missing(micro_batch: int) -> None:
+    """As of an optimizer that steps within the backward."""
+    model = mlp()
+    for parameter in model.parameters():
+        parameter.register_post_accumulate_grad_hook(lambda p: setattr(p, "grad", None))
+    result = autoaccum.fit(
+        model, classes(16), loss_fn=F.cross_entropy, device="cpu", effective_batch=8, micro_batch=micro_batch,
+        progress=False, cache=False,
+    )  # fmt: skip
+    assert not [event for event in result.events if isinstance(event, Notice) and "reaches the model" in str(event)]

@@ -48,4 +48,4 @@ def test_of_a_window_of_one_sample_it_is_noted_how_it_is_left_out() -> None:
     assert not hasattr(error, "__notes__")
     of_one(error, 1)
     (note,) = error.__notes__
-    assert "drop_last=True leaves that out" in note
+    assert "drop_last=True leaves it out" in note
