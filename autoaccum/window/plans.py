@@ -274,7 +274,10 @@ class Plans:
         most, best, seconds = max(sizes), contest.best, contest.seconds
         # Times are of weights, as samples that differ in length have them.
         weights = tuner.weights(sizes, tuner.full_window[1])
-        may_gain = is_worth_it(weights, tuner.time_model)
+        # Where there is room for twice as many it is not for memory that there are no more of them at a time.
+        of_twice = tuner.predicted_bytes(2 * max(weights))
+        has_room = of_twice is not None and of_twice <= tuner.limits.target_bytes
+        may_gain = not has_room and is_worth_it(weights, tuner.time_model)
         may_rise = best is None and self._saving.may_rise and most != contest.beaten_with
         may_rise = may_rise and is_worth_rising(weights, tuner.rough_times)
         if best is None and not (may_gain or may_rise):
