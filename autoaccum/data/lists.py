@@ -111,18 +111,31 @@ def refuse_sample(entry: Any, argument: str) -> None:
     rows = [part for part in parts if batches.has_rows(part)]
     singles = [part for part in parts if isinstance(part, int | float | np.generic | torch.Tensor | np.ndarray)]
     singles = [part for part in singles if not batches.has_rows(part) and not isinstance(part, bool)]
+    # Vectors of other lengths are no columns of a batch, which have as many rows.
+    are_vectors = len(rows) == len(parts) and all(getattr(part, "ndim", 1) == 1 for part in rows)
+    if are_vectors and isinstance(entry, tuple) and len(set(map(len, rows))) > 1:
+        _refuse_zipped(parts, argument)
     if len(rows) > 1 or not singles:
         return
     # A number beside rows may be one that a batch shares, such as a temperature; beside a vector, or whole and in a
     # pair, it is a label.
     is_vector = not rows or getattr(rows[0], "ndim", 1) == 1
     if is_vector or (isinstance(entry, tuple | list) and any(map(_is_whole, singles))):
-        shapes = ", ".join(f"shape {tuple(np.shape(part))}" if batches.has_rows(part) else "a number" for part in parts)
-        raise DataError(
-            f"{argument}: it yields samples ({shapes}), as zip(inputs, targets) does, and what is iterated over is to "
-            f"yield batches. Pass list({argument}), which is read as a dataset, or an IterableDataset where it is too "
-            f"long; if these are batches, split=autoaccum.splits.tensors beside it."
-        )
+        _refuse_zipped(parts, argument)
+
+
+def _refuse_zipped(parts: Sequence[Any], argument: str) -> None:
+    """Raise the error for samples that are iterated over.
+
+    Raises:
+        DataError: always.
+    """
+    shapes = ", ".join(f"shape {tuple(np.shape(part))}" if batches.has_rows(part) else "a number" for part in parts)
+    raise DataError(
+        f"{argument}: it yields samples ({shapes}), as zip(inputs, targets) does, and what is iterated over is to "
+        f"yield batches. Pass list({argument}), which is read as a dataset, or an IterableDataset where it is too "
+        f"long; if these are batches, split=autoaccum.splits.tensors beside it."
+    )
 
 
 _WORDS = "input_ids"
@@ -155,6 +168,13 @@ def _refuse_parts(chosen: Sequence[Any], argument: str) -> None:
     """Raise where a list holds tensors of other forms, as inputs and targets are."""
     if len(chosen) < 2 or not all(isinstance(entry, torch.Tensor | np.ndarray) and entry.ndim for entry in chosen):
         return
+    # What a DataLoader yields is a list, which nobody means as two batches.
+    if len(chosen) == 2 and len(chosen[0]) == len(chosen[1]) and min(entry.ndim for entry in chosen) > 1:
+        raise DataError(
+            f"{argument}: it is a list of two tensors with as many rows, as a DataLoader yields inputs and targets, "
+            f"while a list is one of samples, or of batches. Pass tuple({argument}) if it is one batch, or "
+            f"DataLoader({argument}, batch_size=None) if each of the two is one."
+        )
     # Batches, and samples, are of one kind among themselves; tensors of one length that are not go together.
     forms = {(entry.ndim, str(entry.dtype)) for entry in chosen}
     if len(forms) > 1 and len({len(entry) for entry in chosen}) == 1:

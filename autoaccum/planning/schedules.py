@@ -142,14 +142,14 @@ def _milestones(scanner: _Scanner) -> Schedule:
     by: By = "steps"
     while scanner.find(","):
         point = scanner.number("a number of steps (with s: samples, with e: epochs)")
-        # ``Milestones`` would find this too, but could not say where in the text it is.
-        if points and point <= points[-1][0]:
-            raise scanner.error(f"a milestone after {points[-1][0]}", scanner.begin)
-        end = scanner.end
+        begin, end = scanner.begin, scanner.end
         unit = scanner.unit()
         # The mistake is the unit, or where it is missing the place behind the number, where it should be.
         if points and unit != by:
             raise scanner.error(f"{by} like the milestone before", scanner.begin if SUFFIXES[unit] else end)
+        # ``Milestones`` would find this too, but could not say where in the text it is.
+        if points and point <= points[-1][0]:
+            raise scanner.error(f"a milestone after {points[-1][0]}", begin)
         by = unit
         scanner.take(":", "':'")
         points.append((point, scanner.number("a number of samples")))

@@ -307,7 +307,10 @@ def _changes(run: Run) -> Answer:
     sentences += _saved(run)
     # The schedule's own re-plans are told by their number: a ramp may have thousands.
     if scheduled := len(run.events["Replanned"]["step"]) - len(changed):
-        batches = _range(run.windows["effective_batch"])
+        # What an epoch leaves for its last window is not the schedule's.
+        asked, epochs = run.windows["effective_batch"], run.windows["epoch"]
+        is_rest = np.append(epochs[1:] != epochs[:-1], True) & (asked < np.append(0, asked[:-1]))
+        batches = _range(asked[~is_rest])
         sentences.append(f"The effective batch changed {_times(scheduled)} ({batches}).")
     if resumed := len(run.events["Resumed"]["step"]):
         repeated = f"; {_many(run.voided, 'window')} had to be run again" if run.voided else ""

@@ -114,7 +114,7 @@ def _is_batch(batch: Any, split: Any) -> bool:
 
 
 def _are_samples(batch: Any, collate_fn: Callable[[list[Any]], Any] | None, split: Any, are_pairs: bool) -> bool:
-    """Return whether a list is one of samples, as ``fit`` takes it, and no batch, as a DataLoader yields it."""
+    """Return whether a list is data, as ``fit`` takes it, and no batch, as a DataLoader yields it."""
     if type(batch) is not list or is_said(split):
         return False
     if collate_fn is not None:  # which nobody passes for what is a batch already
@@ -122,6 +122,9 @@ def _are_samples(batch: Any, collate_fn: Callable[[list[Any]], Any] | None, spli
     # What a training_step takes may be a list of samples itself, as of images and their boxes.
     if not (are_pairs and batch and all(isinstance(entry, tuple | list | Mapping) for entry in batch)):
         return False
+    # Of inputs and targets a batch has two parts: more are samples, or batches that follow each other.
+    if len(batch) > 2:
+        return True
     # Samples are alike: the parts of a batch, inputs and targets, seldom are, and have a row for each sample.
     found = [batches.flatten(entry) for entry in batch[:: -(-len(batch) // _LOOKED_AT)]]
     kinds = [(spec, [type(leaf) for leaf in leaves]) for leaves, spec in found]

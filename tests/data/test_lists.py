@@ -39,7 +39,8 @@ SAMPLES, NEW, BATCHES = Reading(True), Reading(True, is_new=True), Reading(False
         ([(ones(16, 8), ones(16)), (ones(3, 8), ones(3))], BATCHES),
         ([{"x": ones(5, 8), "scale": 0.5, "y": ones(5)}] * 2, BATCHES),
         ([{"text": ["a", "b"], "y": ones(2)}, {"text": ["c", "d"], "y": ones(2)}], BATCHES),
-        ([ones(16, 8), ones(16, 8)], BATCHES),
+        ([ones(16, 8)] * 3, BATCHES),
+        ([ones(16, 8), ones(3, 8)], BATCHES),
         # Lists of samples within a batch: images of different sizes, dicts, texts, objects.
         ([([ones(3, 5, 5), ones(3, 6, 6)], [ones(2), ones(2)])] * 2, BATCHES),
         ([[{"image": ones(3, 5, 5), "boxes": ones(2, 4)}, {"image": ones(3, 6, 6), "boxes": ones(1, 4)}]] * 2, BATCHES),
@@ -68,6 +69,16 @@ def test_inputs_and_targets_are_a_tuple() -> None:
     with pytest.raises(DataError, match=r"^data: .*Pass them as a tuple: tuple\(data\)\.$"):
         read([ones(6, 2), ones(6)])
     assert read([ones(6, 2), ones(5, 2)]) == BATCHES
+    for data in ([ones(6, 2), ones(6, 2)], [ones(6, 2), ones(6, 1)]):
+        with pytest.raises(DataError, match=r"as a DataLoader yields inputs and targets.* Pass tuple\(data\) if"):
+            read(data)
+
+
+def test_vectors_of_other_lengths_are_samples_of_a_zip() -> None:
+    with pytest.raises(DataError, match=r"it yields samples \(shape \(8,\), shape \(1,\)\), as zip"):
+        refuse_sample((ones(8), ones(1)), "data")
+    refuse_sample((ones(8), ones(8)), "data")
+    refuse_sample((ones(8, 2), ones(7)), "data")  # rows that are missing are told as that
 
 
 def test_one_odd_entry_is_seen_wherever_it_is() -> None:

@@ -401,7 +401,7 @@ class TestRefuses:
             source.read(0, lambda position: [4]).window(4)
 
     def test_batches_that_cannot_be_joined(self) -> None:
-        source = open_source([torch.zeros(2, 3), torch.zeros(2, 4)], seed=0, shuffle=True, device=CPU)
+        source = open_source([torch.zeros(2, 3), torch.zeros(3, 4)], seed=0, shuffle=True, device=CPU)
         window = source.read(0, lambda position: [4]).window(4)
         assert window is not None
         with pytest.raises(DataError, match="cannot be joined"):

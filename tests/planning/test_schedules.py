@@ -98,6 +98,7 @@ def test_its_text(schedule: Schedule, text: str) -> None:
         ("64, 1000:", 10, "expected a number of samples"),
         ("64, 1000:256 5000:1024", 14, "expected ',' or the end of the text"),
         ("64, 1000:256, 1000:1024", 15, "expected a milestone after 1000"),
+        ("32, 50:64, 1e:128", 13, "expected steps like the milestone before"),
         ("64, 1000:256, 5000s:1024", 19, "expected steps like the milestone before"),
         ("64, 1000s:256, 5000:1024", 20, "expected samples like the milestone before"),
         ("64, 1000:256, 5000 s:1024", 20, "expected steps like the milestone before"),

@@ -209,6 +209,13 @@ def test_periods_begin_with_plans_and_replans(tmp_path: Path) -> None:
     ]
 
 
+def test_what_an_epoch_leaves_is_no_effective_batch_of_a_schedule(of: Any) -> None:
+    grown = Replanned(step=3, old=(4, 4), new=(4,) * 4, reason="the effective batch is 16 now")
+    windows = [report(1), report(2, (3,)), grown, report(3, (4,) * 4, epoch=1), report(4, (2,), epoch=1)]
+    facts = of(planned(4, 4, step=1), *windows)
+    assert "The effective batch changed once (8 to 16)." in answer(facts, "What changed")[0]
+
+
 def test_what_changed(of: Any) -> None:
     facts = of(
         report(1),

@@ -217,6 +217,11 @@ class TestNoTrace:
             told = "The loss is not a mean over what num_items counts, but a mean over the items that its graph counts"
             assert report.notice.cause.startswith(told)
 
+    def test_a_list_of_batches_is_read_as_training_reads_it(self) -> None:
+        inputs, targets = classes(24, DOUBLE)
+        report = check(mlp(DOUBLE), [(inputs[at : at + 8], targets[at : at + 8]) for at in (0, 8, 16)])
+        assert (report.passed, report.samples) == (True, 6)
+
     @pytest.mark.parametrize("is_frozen", [False, True])
     def test_a_model_that_the_loss_does_not_depend_on_is_told(self, is_frozen: bool) -> None:
         model, other = mlp(DOUBLE).requires_grad_(not is_frozen), linear()

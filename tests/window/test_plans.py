@@ -214,6 +214,30 @@ def test_a_rung_that_is_tried_and_holds_not_even_the_smallest_is_left_for_the_on
     assert step.tuner.micro_batch == 2, "what was known of sizes is true again"
 
 
+@pytest.mark.parametrize(("limit_bytes", "is_tried"), [(10_000, False), (700, True)])
+def test_no_rung_is_tried_where_there_is_room_for_twice_as_many_anyway(
+    limit_bytes: int, is_tried: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Micro-batches are of 4 for larger ones were no faster, and not for want of memory."""
+    monkeypatch.setattr("autoaccum.window.plans.is_worth_it", lambda *_: True)
+    step = made_of([], micro_batch=None)
+    for size in (1, 2, 4):
+        step.tuner.observe(size, 100 + 100 * size)
+    step.settle(4)
+    step.tuner.resize(8)
+    step.tuner.search.is_on = False
+    step.tuner.limits.heed(limit_bytes)
+    assert step.tuner.plan(8) == (4, 4)
+    asked: list[str] = []
+    monkeypatch.setattr(step.saving, "try_lower", lambda batch, number, limit, why: asked.append(why))
+    step.saving.contest.is_allowed = True
+    step.saving.contest.begin(None)
+    for _ in range(6):
+        step.saving.contest.observe(1.0)
+    step.plans.weigh(SimpleNamespace(num_samples=8, lengths=None), lambda: None)
+    assert bool(asked) is is_tried
+
+
 def test_no_search_learns_from_windows_where_the_limit_is_enforced(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of their trials it knows more than of a window, in which each piece may be another trial."""
     was_searching: list[bool] = []
