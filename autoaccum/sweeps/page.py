@@ -40,7 +40,7 @@ def write_study_report(
         study: as far as it has come.
         directory: of the sweep, where its trials' records are; without one nothing is shown over
             seconds, and of several metrics no curves.
-        output: where to write, a directory or a file that ends in .html; ``directory`` when left out.
+        output: where to write, a directory or a file that ends in .html or .htm; ``directory`` when left out.
         reload_every: seconds after which browsers load the page again; there are no pictures beside such a page.
 
     Raises:

@@ -18,7 +18,7 @@ class Judge(Protocol):
 
     @property
     def is_best(self) -> bool:
-        """Whether the last one is better than all before it."""
+        """Return whether the last one is better than all before it."""
 
 
 @dataclass(kw_only=True, slots=True)

@@ -85,8 +85,8 @@ def check(
         model: the module to train.
         batch: a batch of at least 2 samples, any pytree whose tensors have one row per sample; or a Dataset, a
             DataLoader or another iterable of batches, of which some samples are read; beside a loss_fn or a collate_fn
-            a list of samples, too. Six of them are measured, that differ as much as they can: the more kinds of sample
-            it holds, the more is seen.
+            a list of samples, and beside a loss_fn one of three batches or more, too. Six of them are measured, that
+            differ as much as they can: the more kinds of sample it holds, the more is seen.
         loss_fn: (outputs, targets) -> loss, a mean or a sum, for batches that are (inputs, targets); or a loss and a
             dict of what is to be seen beside it: ``return loss, {"accuracy": ...}``.
         training_step: (model, batch) -> loss, for any batch, or several that are added, in a dict or a list. With

@@ -133,8 +133,9 @@ class Watch(Ready):
         # Checked here, for what the state of a callback may be no one else knows.
         self._checked(state, "callbacks.state")
         # Of another metric, or in the other direction, the best one says nothing of those to come.
-        if state.get("metric", self.metric) != self.metric or state.get("mode", self.mode) != self.mode:
-            self.begins_anew = True
+        of = state.get("metric", self.metric), state.get("mode", self.mode)
+        self.begins_anew = of != (self.metric, self.mode)  # the same object may have been in a run before
+        if self.begins_anew:
             return
         self.best, self.num_bad = state["best"], state["num_bad"]
 
@@ -177,7 +178,7 @@ class KeepBest(Watch):
 
     @property
     def is_best(self) -> bool:
-        """Whether the last validation is better than all before it."""
+        """Return whether the last validation is better than all before it."""
         return self.best is not None and not self.num_bad
 
 

@@ -105,6 +105,16 @@ def test_of_another_metric_or_mode_it_begins_anew_and_says_so(other: Any, tmp_pa
     assert run.best() == (3 if other[0] == "score" else 1)
 
 
+def test_what_began_anew_goes_on_in_another_run() -> None:
+    """The same object may be in several."""
+    kept, of_other = KeepBest("score", "max"), KeepBest("score", "min")
+    kept.best, kept.num_bad = 3.0, 1
+    kept.load_state_dict(of_other.state_dict())
+    assert (kept.begins_anew, kept.best) == (True, 3.0)
+    kept.load_state_dict({"best": 5.0, "num_bad": 2, "metric": "score", "mode": "max"})
+    assert (kept.begins_anew, kept.best, kept.num_bad) == (False, 5.0, 2)
+
+
 def test_one_of_several_losses_is_meant_by_its_name() -> None:
     with pytest.raises(ArgumentError, match="Did you mean loss/words"):
         raise KeepBest("words", "min")._refused(["loss", "loss/words", "loss/sentences"])
