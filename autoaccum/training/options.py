@@ -118,8 +118,8 @@ class FitArguments:
             name="batch",
             text="a batch of at least 2 samples, any pytree whose tensors have one row per sample; or a Dataset, a "
             "DataLoader or another iterable of batches, of which some samples are read; beside a loss_fn or a "
-            "collate_fn a list of samples, too. Six of them are measured, that differ as much as they can: the more "
-            "kinds of sample it holds, the more is seen.",
+            "collate_fn a list of samples, and beside a loss_fn one of three batches or more, too. Six of them are "
+            "measured, that differ as much as they can: the more kinds of sample it holds, the more is seen.",
         ),
     )
     # The one argument besides that has no default: any number would be a guess at what the user wants to learn.
