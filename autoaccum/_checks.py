@@ -173,7 +173,7 @@ def no_class(argument: str, value: object, accepted: str) -> None:
     """Refuse a class where an object of it was meant."""
     # It can be called, but what that returns is an object and not what its method would.
     if isinstance(value, type):
-        cure = f"It is the class: make one, {value.__name__}()."
+        cure = f"It is the class: make one, {value.__name__}(...)."
         raise ArgumentTypeError(argument, value.__name__, accepted, cure)
 
 

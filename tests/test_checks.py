@@ -321,7 +321,7 @@ class TestCallbacks:
             of_event_callbacks([two])
 
     def test_a_class_is_to_be_made(self) -> None:
-        with pytest.raises(ArgumentTypeError, match=r"It is the class: make one, Callable2\(\)"):
+        with pytest.raises(ArgumentTypeError, match=r"It is the class: make one, Callable2\(\.\.\.\)"):
             of_callbacks([Callable2])
 
     def test_a_callback_of_another_trainer_is_told_of_ours(self) -> None:

@@ -534,7 +534,7 @@ class TestErrors:
             ({"loss": correct}, ArgumentError, "metrics='loss': expected other names than loss, validation_loss"),
             ({"validation_loss": correct}, ArgumentError, "metrics='validation_loss': expected other names"),
             ({"accuracy": 0.5}, ArgumentTypeError, "metrics={'accuracy': 0.5}: expected a function for each name"),
-            ({"accuracy": nn.Identity}, ArgumentTypeError, r"It is the class: make one, Identity\(\)"),
+            ({"accuracy": nn.Identity}, ArgumentTypeError, r"It is the class: make one, Identity\(\.\.\.\)"),
         ],
     )
     def test_arguments_that_are_none(self, metrics: Any, kind: type[ArgumentError], said: str) -> None:
