@@ -107,6 +107,23 @@ def set_state(state: RandomState, device: torch.device | None = None) -> None:
             torch.get_device_module(device).set_rng_state(on_device, *as_argument(one))
 
 
+def generator_state(generator: Any) -> Any:
+    """Return the state of a generator of PyTorch's, NumPy's or Python's."""
+    if isinstance(generator, np.random.Generator):
+        return generator.bit_generator.state
+    return generator.getstate() if isinstance(generator, random.Random) else generator.get_state()
+
+
+def set_generator_state(generator: Any, state: Any) -> None:
+    """Put back what ``generator_state`` returned."""
+    if isinstance(generator, np.random.Generator):
+        generator.bit_generator.state = state
+    elif isinstance(generator, random.Random):
+        generator.setstate(state)
+    else:
+        generator.set_state(state)
+
+
 def state_dict(device: torch.device) -> dict[str, Any]:
     """Return what ``get_state`` does by names, for a checkpoint."""
     of_torch, python, numpy, on_devices = get_state(device)

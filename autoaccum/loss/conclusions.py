@@ -211,7 +211,7 @@ def _kind_of_constant(with_items: Sequence[tuple[int, float, Term]]) -> tuple[Ki
     return guess, (
         f"it divides by {with_items[0][1]:g} in every micro-batch, which may be a constant or a count of its own",
         "Divide by the number of samples of the batch that the loss is given (not the window's), or by nothing: "
-        "the plain sum",
+        'the plain sum; where it sets samples against each other, pass loss_scope="window"',
     )
 
 

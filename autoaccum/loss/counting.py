@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import suppress
 from typing import Any
 
 import torch
 
 from autoaccum.errors import ArgumentError, ArgumentTypeError
 from autoaccum.loss.stated import CountItems, by_name
-from autoaccum.loss.terms import Count
+from autoaccum.loss.terms import NONE, Count
 from autoaccum.memory.oom import is_out_of_memory
 
 
@@ -33,6 +34,28 @@ def count_each(num_items: CountItems, batch: Any) -> dict[str, Count]:
     """Count the items of each of several losses; return nothing where the user counts those of one."""
     counted = count_items(num_items, batch)
     return counted if isinstance(counted, dict) else {}
+
+
+def never_zero(num_items: Any) -> Any:
+    """Make a ``num_items`` that counts ``NONE`` where it would count 0; of several by name, each is made one."""
+    if isinstance(num_items, Mapping):
+        return {name: never_zero(one) for name, one in num_items.items()}
+    if isinstance(num_items, list | tuple):
+        return [never_zero(one) for one in num_items]
+    return lambda batch: _without_zero(num_items(batch))
+
+
+def _without_zero(counted: Any) -> Any:
+    if isinstance(counted, Mapping):
+        return {name: _without_zero(one) for name, one in counted.items()}
+    if isinstance(counted, list | tuple):
+        return [_without_zero(one) for one in counted]
+    if isinstance(counted, torch.Tensor) and counted.device.type != "cpu":  # not read: see ``_counted``
+        wide = counted.to(torch.promote_types(counted.dtype, torch.float32))
+        return torch.where(wide == 0, NONE, wide)
+    with suppress(TypeError, ValueError, RuntimeError):  # which is no count, as whoever checks it says
+        return float(counted) or NONE
+    return counted
 
 
 def _counted(argument: str, counted: Any) -> Count:

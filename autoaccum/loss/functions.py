@@ -18,7 +18,7 @@ from autoaccum.errors import (
     NonScalarLossError,
 )
 from autoaccum.loss import mistakes
-from autoaccum.loss.counting import count_items
+from autoaccum.loss.counting import count_items, never_zero
 from autoaccum.loss.shared import Beside
 from autoaccum.loss.stated import Computed, CountItems, LossOf, Reducing
 from autoaccum.loss.types import mistaken
@@ -97,15 +97,19 @@ def _explaining(loss_of: LossOf) -> LossOf:
     return explaining
 
 
-def stated(loss_of: LossOf, num_items: CountItems | None, reduction: Reducing) -> tuple[LossOf, Reducing]:
+def stated(
+    loss_of: LossOf, num_items: CountItems | None, reduction: Reducing
+) -> tuple[LossOf, CountItems | None, Reducing]:
     """Return the loss, and what is said of it: sums are divided by what the user counts, and are means then."""
     is_sum = reduction == "sum" or (isinstance(reduction, Mapping) and set(reduction.values()) == {"sum"})
     if num_items is None or not is_sum:
-        return loss_of, reduction
+        return loss_of, num_items, reduction
+    # A sum over the window's count is a mean over it, and means are what is weighed. One of a micro-batch that counts
+    # nothing belongs to the window's too, as that over all anchors beside a count of those that are an object's.
+    counting: CountItems = never_zero(num_items)
 
-    # A sum over the window's count is a mean over it, and means are what is weighed.
     def divided(model: Any, batch: Any) -> torch.Tensor | Computed:
-        computed, counted = loss_of(model, batch), count_items(num_items, batch)
+        computed, counted = loss_of(model, batch), count_items(counting, batch)
         if not isinstance(counted, dict):
             if isinstance(computed, Computed):
                 return computed._replace(loss=computed.loss / counted, terms={})
@@ -117,7 +121,7 @@ def stated(loss_of: LossOf, num_items: CountItems | None, reduction: Reducing) -
         rest = computed.loss.detach() - reduce(add, computed.terms.values()).detach()
         return computed._replace(loss=reduce(add, terms.values()) + rest, terms=terms)
 
-    return divided, None
+    return divided, counting, None
 
 
 def _with_shared(loss_fn: Callable[..., Any] | None, training_step: Callable[..., Any] | None) -> LossOf:

@@ -13,6 +13,9 @@ import torch
 
 Count = float | torch.Tensor
 """A number, or a 0-dim tensor that is not read yet, because reading would wait for the device."""
+NONE = 2.0**-100
+"""What a sum that counts no item is divided by, for it may have a value all the same: next to nothing beside any count,
+and a power of two, by which numbers are divided, and multiplied again, without rounding."""
 Kind = Literal["mean", "sum", "unknown"]
 """How a term averages over samples; unknown where its graph leads to an operation that is not linear."""
 
@@ -347,3 +350,10 @@ def is_multiple(number: float, count: int) -> bool:
     """Return whether a number of either sign is a whole multiple of a count, 0 times excepted."""
     ratio = abs(number) / count
     return math.isfinite(ratio) and ratio >= 1 - 1e-9 and math.isclose(ratio, round(ratio), rel_tol=1e-9)
+
+
+def without_none(items: Count) -> Count:
+    """Return 0 for ``NONE``, and any other count as it is."""
+    if isinstance(items, torch.Tensor):
+        return torch.where(items.abs() <= NONE, 0.0, items)
+    return 0.0 if abs(items) <= NONE else items

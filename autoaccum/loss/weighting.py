@@ -26,7 +26,7 @@ import torch
 from autoaccum.loss.conclusions import conclude, stands_for_none
 from autoaccum.loss.hypotheses import PLAIN_MEAN, PLAIN_SUM, SUMS, Conclusion, Hypothesis
 from autoaccum.loss.reading import Numbers
-from autoaccum.loss.terms import Count, Division, Edge, Reduction
+from autoaccum.loss.terms import NONE, Count, Division, Edge, Reduction
 
 
 class Tally:
@@ -112,7 +112,9 @@ class Tally:
             self.want(numbers)
             numbers.read()
             self.take_read(numbers)
-        return self._counts  # type: ignore[return-value]
+        counts: list[float] = self._counts  # type: ignore[assignment]
+        # Where none counts more, that stands for 0 in all of them: the window has nothing to be divided by.
+        return counts if any(abs(count) > NONE for count in counts) else [0.0] * len(counts)
 
     def want(self, numbers: Numbers) -> None:
         """Ask for the counts that are yet to be read."""

@@ -183,7 +183,7 @@ class Accumulator:
             callbacks=callbacks,
         )  # fmt: skip
         counts = num_items if before_window is None else counting(num_items)
-        loss_of, reduction = stated(checked[loss_function], counts, reduction)
+        loss_of, counts, reduction = stated(checked[loss_function], counts, reduction)
         self._callbacks = checked[_checks.of_event_callbacks]
         self._modules = modules_of(model, loss_fn, training_step, before_window, embed)
         parameters = trainable_parameters(model, self._modules, optimizer)

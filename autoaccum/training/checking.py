@@ -41,7 +41,7 @@ from autoaccum.verification import notices
 from autoaccum.verification.comparison import tolerance_of
 from autoaccum.verification.decision import in_order
 from autoaccum.verification.draws import UnalignedError
-from autoaccum.verification.findings import Cut, Decision, Outcome, Verdict
+from autoaccum.verification.findings import FOREIGN, Cut, Decision, Outcome, Verdict
 from autoaccum.verification.measurement import Measurement, ZeroGradientError
 from autoaccum.verification.samples import MOST, choose, cuts_of
 from autoaccum.verification.side_effects import SideEffects
@@ -134,7 +134,7 @@ def check(
     refuse_ranks(ranks, "check")
     started = clock.now()
     counts = num_items if before_window is None else counting(num_items)
-    loss_of, reduction = stated(checked[loss_function], counts, reduction)
+    loss_of, counts, reduction = stated(checked[loss_function], counts, reduction)
     bare = getattr(model, "_orig_mod", model)  # what torch.compile wraps: it is measured eagerly
     modules = modules_of(bare, loss_fn, training_step, before_window)
     parameters = trainable_parameters(bare, modules)
@@ -417,7 +417,9 @@ class _Check:
         cure = "Pass other samples, or train with micro_batch= the whole window if it fits"
         if verdict.is_passing:
             cure = "Pass samples with targets that count, on which the loss is finite and has a gradient that is not 0"
-        notice = replace(notices.unmeasured_notice(verdict.unmeasured), cure=cure)
+        notice = notices.unmeasured_notice(verdict.unmeasured)
+        if verdict.unmeasured != FOREIGN:  # by which other samples draw too
+            notice = replace(notice, cure=cure)
         return _unmeasured(notice, self._parameters, started)
 
 

@@ -17,7 +17,7 @@ from autoaccum.data.sources import open_source
 from autoaccum.data.splits import SplitLike, split_of
 from autoaccum.errors import ArgumentError, ArgumentTypeError
 from autoaccum.events import Event, Validated
-from autoaccum.loss.functions import loss_function, stated
+from autoaccum.loss.functions import loss_function
 from autoaccum.loss.stated import CountItems
 from autoaccum.memory.devices import being_current, current_device_kept
 from autoaccum.memory.limit import MemoryLimit
@@ -131,7 +131,6 @@ def evaluate(
     of: Any = "loss_fn" if loss_fn is not None else "training_step" if training_step is not None else "model"
     # Metrics that are modules are put into eval mode with the model, and run where it runs.
     held = [metric for metric in (metrics or {}).values() if isinstance(metric, nn.Module)]
-    loss_of, _ = stated(checked[loss_function], num_items, None)
     # A validation tells what it has found as an event, whoever hears it.
     told: list[Event] = []
     place = place_of(own_device(model), memory_limit)
@@ -141,7 +140,8 @@ def evaluate(
     with current_device_kept(), being_current(place.device), place.limit.kept():
         validator = validator_of(
             Validator, model, [*modules_of(model, loss_fn, training_step), *held], given, checked[split_of], place,
-            loss_of=loss_of, of_outputs=loss_fn is not None, num_items=num_items, autocast=context, emit=told.append,
+            loss_of=checked[loss_function], of_outputs=loss_fn is not None, num_items=num_items, autocast=context,
+            emit=told.append,
             metrics=Metrics(metrics, model, of=of, autocast=context) if metrics else None,
         )  # fmt: skip
         if metrics:
@@ -185,8 +185,8 @@ def validator_of(
     # Its micro-batches are found anew in each call: what fits depends on what else there is by then.
     return kind(
         model, modules, source, device=place.device, memory=place.memory, limit=place.limit,
-        limits=Limits(place.limit.bytes, HEADROOM), patience=_PATIENCE, snapshot=Snapshot(modules, place.device),
-        **options,
+        limits=Limits(place.limit.bytes, HEADROOM), patience=_PATIENCE,
+        snapshot=Snapshot(modules, place.device, [options["loss_of"], options["num_items"]]), **options,
     )  # fmt: skip
 
 

@@ -197,7 +197,7 @@ def probe(
     # Its examples are windows of their own: what is shared takes memory as well, and losses may not do without.
     loss_of = loss_alone(loss_of, checked[before_window_of], model=model, modules=modules, device=on, autocast=context)
 
-    with named("a probe was begun, or was undone"), no_trace(modules, optimizer, on), limit.kept():
+    with named("a probe was begun, or was undone"), no_trace(modules, optimizer, on, functions=[loss_of]), limit.kept():
         with room_for_model(memory, limit.bytes):
             move(modules, optimizer, on)
             parameters = trainable_parameters(model, modules, optimizer)  # to move some makes others of them

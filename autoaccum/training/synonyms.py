@@ -196,6 +196,8 @@ def _cure(argument: str, name: str, parameters: list[str]) -> str:
     # To which the cure of what it finds itself leads.
     if name in ("check", "probe") and argument in ("loss_scope", "embed"):
         return f"Train with it: fit measures a loss over the whole window in its first one, and {name} has none."
+    if name in _PASSES and argument in ("loss_scope", "embed"):
+        return "Embed by predict(model, data, forward=embed), and call loss_fn on what it returns, a window at a time."
     if cure := elsewhere(argument):
         # An Accumulator has no effective batch, say: whoever passed it next would be told so.
         meant = re.match(r"Pass (\w+)[,.;=(]", cure)

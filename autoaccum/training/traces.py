@@ -15,7 +15,11 @@ from autoaccum.window.snapshot import Snapshot
 
 @contextmanager
 def no_trace(
-    modules: Sequence[nn.Module], optimizer: object, device: torch.device, tensors: Sequence[torch.Tensor] = ()
+    modules: Sequence[nn.Module],
+    optimizer: object,
+    device: torch.device,
+    tensors: Sequence[torch.Tensor] = (),
+    functions: Sequence[object] = (),
 ) -> Iterator[None]:
     """Undo, at its end, whatever forwards, backwards and ``allocate_state`` have done within it.
 
@@ -26,8 +30,9 @@ def no_trace(
         optimizer: may hold parameters that no module does; anything else than an optimizer is left alone.
         device: where the modules may be moved to within it.
         tensors: others that may get gradients.
+        functions: of the user's, which may draw from generators of their own.
     """
-    snapshot = Snapshot(modules, device)
+    snapshot = Snapshot(modules, device, functions)
     snapshot.take()
     # Parameters of the modules, and those that only the optimizer holds: gradients of both are taken away.
     everything = {id(m): m for module in modules for m in module.modules()}.values()

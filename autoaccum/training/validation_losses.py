@@ -15,7 +15,7 @@ import torch
 
 from autoaccum.loss.conclusions import conclude, stands_for_none
 from autoaccum.loss.reading import Numbers
-from autoaccum.loss.terms import Count, Reduction
+from autoaccum.loss.terms import Count, Reduction, without_none
 from autoaccum.memory.oom import insist
 from autoaccum.window.ending import Late
 from autoaccum.window.terms import REST, Terms, named_loss
@@ -163,7 +163,7 @@ def read(late: Sequence[Late]) -> None:
 def _joined_term(values: list[tuple[int, float, Reduction]]) -> float | None:
     """Return a term of the loss over everything; None where nothing counts."""
     there = [(size, value, reduction) for size, value, reduction in values if float(reduction.items)]
-    if not there:
+    if not any(without_none(float(reduction.items)) for _, _, reduction in there):
         return None
     counts = [float(reduction.items) for _, _, reduction in there]
     found = conclude([size for size, _, _ in there], [reduction for _, _, reduction in there])

@@ -106,6 +106,9 @@ class Examiner:
         self._short_bytes = 0  # that it would have taken
         self._smallest = 1
         transaction.drops_nan = transaction.signs.watches_least = verify
+        # What graphs show to count nothing has no loss; of what the user says it is to be measured.
+        transaction.signs.is_counted = verify and job.num_items is not None
+        transaction.signs.knows_nothing = not transaction.signs.is_counted
         self._begin()
 
     def begin_attempt(
@@ -403,6 +406,7 @@ class Examiner:
             by_name = self._transaction.several.counts_by_name
             unused = notices.unused_notice(self._job.num_items, decision.hypothesis, counts_by_name=by_name)
             said.extend([] if unused is None else [unused])
+            said.extend([notices.part_of_state_notice()] if verdict.leaves_part else [])
         said.append(
             Verified(
                 step=number,
@@ -457,16 +461,19 @@ class Examiner:
             self._fail(*found, said)
         if not gradient.dropped:
             return
-        error = self._micro_batches.dropped(window, here, hypothesis or readings.likely(self._job, gradient))
+        hypothesis = hypothesis or readings.likely(self._job, gradient)
+        error = self._micro_batches.dropped(window, here, hypothesis)
         if error == math.inf:  # the loss of the whole is not a number either
             self._transaction.drops_nan = self._transaction.drops_gradients = False
             # The loss of a first window, which was finite without them, is looked at once more.
             self.is_checked = self.is_checked and self._checked_in != self._number
         elif error:
-            self._fail(notices.dropped_notice(error), error, said)
+            notice = notices.uncounted_notice if hypothesis == "num_items" else notices.dropped_notice
+            self._fail(notice(error), error, said)
         elif error is not None:
             self._kinds.accept_nothing()
-        elif not self._kinds.nothing_is_known:
+            self._transaction.signs.knows_nothing = True
+        elif not (self._kinds.nothing_is_known or hypothesis == "num_items"):
             self._refuse_or_say(notices.unmeasured_notice("a loss that is not a number may count nothing"), None, said)
 
     def _settle_doubts(
@@ -552,4 +559,5 @@ class Examiner:
         self._tell_signs()
         self._rivals = frozenset(measured["rivals"])
         self._kinds.load_state_dict(measured["kinds"])
+        transaction.signs.knows_nothing = transaction.signs.knows_nothing or self._kinds.nothing_is_known
         self._smallest = measured["smallest"]

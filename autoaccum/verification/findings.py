@@ -11,6 +11,8 @@ Part = tuple[int, ...]
 """Samples of the whole, by their index in it."""
 Cut = tuple[Part, ...]
 """The parts that the whole is cut into."""
+FOREIGN = "it draws from Python's or NumPy's generator, other numbers in each part"
+"""Why nothing can be measured of what no row of a draw can be given to."""
 Cause = Literal["padding", "batch norm", "state", "hooks", "pairing", "broadcast", "mixing"]
 """What may be to blame where a measurement fails; all but the last two can be switched off."""
 
@@ -87,6 +89,8 @@ class Verdict:
     """What is to blame where it failed, as far as it could be switched off."""
     rebinds: bool = False
     """Whether forwards leave other things in attributes of modules."""
+    leaves_part: bool = False
+    """Whether a window leaves the state of its last part, and not that of all of it."""
     broadcasts: bool = False
     """Whether outputs and targets are broadcast to a square of samples, where nothing else is to blame."""
     pads: bool = False

@@ -21,7 +21,7 @@ from autoaccum.loss.counting import count_items
 from autoaccum.loss.graph import graph_alone
 from autoaccum.loss.hypotheses import Hypothesis, kinds_in
 from autoaccum.loss.reductions import is_one, read, without_graph
-from autoaccum.loss.terms import Reduction
+from autoaccum.loss.terms import NONE, Reduction
 from autoaccum.planning.attempts import Piece
 from autoaccum.verification.comparison import (
     OF_STATE,
@@ -36,6 +36,7 @@ from autoaccum.verification.comparison import (
 from autoaccum.verification.draws import Constants, Recording, Replaying, drawing_nothing
 from autoaccum.verification.findings import Cut, Outcome, Part
 from autoaccum.verification.floors import floor_of, full_precision, nudge, nudged, widen, widened
+from autoaccum.verification.remains import Remains, is_of_a_part, remains_of
 from autoaccum.verification.samples import Parts, cuts_of
 from autoaccum.window.before import SharedStretch, SharedWindow, Stretch, sharing_of
 from autoaccum.window.gradient import Gradient, Repeat
@@ -111,6 +112,9 @@ class Measurement:
         self._contributing = 0  # the most parts of a cut that have added to it
         self.rebinds = False
         """Whether forwards put other things in the attributes of modules."""
+        self.leaves_part = False
+        """Whether the state that a window leaves is that of its last part, where it moves once a window."""
+        self._remains: tuple[Remains, Remains] | None = None  # what the whole has found, and what it has left
         self.dropped: set[int] = set()
         """Samples that were found to have nothing to count, by a loss that is not a number."""
         self.kept: set[str] = set()
@@ -204,13 +208,15 @@ class Measurement:
         # In one piece a window's weight is 1, whatever its loss is a mean over.
         draws = self._draws
         assert draws is not None
+        before = remains_of(self.state.layers) if self.job.state == "window" else None
         gradient = self._run((tuple(range(self.num_samples)),), "samples", self.make, lambda _: draws)
         self.draws_foreign = self.draws_foreign or self.state.foreign_draws()
+        self._remains = None if before is None else (before, remains_of(self.state.layers))
         self.moved = self.state.moved()
         if self.moved and not self._forward_only and self.tolerance < TOLERANCE:
             self.tolerance = OF_STATE
         self._loss = gradient.loss.detach()
-        if not math.isfinite(self._loss):
+        if not math.isfinite(self._loss) or self._is_divided_by_none():
             self._put_back()
             raise NotFiniteError
         self._wanted: list[torch.Tensor | None] = [p.grad for p in self.parameters]
@@ -218,6 +224,13 @@ class Measurement:
         for p in self.parameters:
             p.grad = None
         self._put_back()
+
+    def _is_divided_by_none(self) -> bool:
+        """Return whether a sum of all samples is divided by a count of none."""
+        if self.job.num_items is None:
+            return False
+        counted = count_items(self.job.num_items, self.make(tuple(range(self.num_samples))))
+        return NONE in (map(float, counted.values()) if isinstance(counted, dict) else [float(counted)])
 
     def cuts(self, smallest: int) -> list[Cut]:
         """Return cuts of the samples, of whole groups of BatchNorm, into parts of at least so many."""
@@ -278,6 +291,8 @@ class Measurement:
             errors.append(self._error(gradient))
             for p in self.parameters:
                 p.grad = None
+            if self._remains is not None and len(cut) > 1 and not self.leaves_part:
+                self.leaves_part = is_of_a_part(*self._remains, remains_of(self.state.layers))
             self._put_back()
             if not errors[-1].relative <= stop_above:
                 break

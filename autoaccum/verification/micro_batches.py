@@ -9,6 +9,7 @@ from functools import partial
 from autoaccum.data.base import Window
 from autoaccum.events import Notice
 from autoaccum.loss.hypotheses import Hypothesis
+from autoaccum.loss.terms import without_none
 from autoaccum.memory.oom import RanOut, attempt
 from autoaccum.verification import notices, readings
 from autoaccum.verification.comparison import MAY_BE_ROUNDING, MOST_ROUNDING, tolerance_of
@@ -48,7 +49,7 @@ class MicroBatches:
 
     def ones(self, window: Window, gradient: Gradient, hypothesis: Hypothesis | None) -> Found | None:
         """Measure those whose count may stand for none: divided by 1, or by less than any that was measured."""
-        if hypothesis != "items":
+        if hypothesis not in ("items", "num_items"):
             return None
         pieces = readings.pieces(gradient)
         lowest = [pieces[index] for index in gradient.suspects]
@@ -126,7 +127,7 @@ class MicroBatches:
         if not (is_due or largest > self._kinds.largest_joined) or hypothesis in (None, "sum and penalties"):
             return None
         counted = zip(readings.pieces(gradient), gradient.counts, strict=True)
-        of_them = [(piece, count) for piece, count in counted if count and 2 * piece[1] > largest]
+        of_them = [(piece, count) for piece, count in counted if without_none(count) and 2 * piece[1] > largest]
         if len(of_them) < 2 or most < 2 * largest:
             return None
         # Of halves of one of them nothing is learnt that begins with its own size, such as the 16 hardest of a batch.

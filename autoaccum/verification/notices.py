@@ -12,10 +12,10 @@ from torch import nn
 from autoaccum.events import Notice
 from autoaccum.loss.conclusions import conclude, proportional
 from autoaccum.loss.coupling import count_batch_norms
-from autoaccum.loss.hypotheses import Hypothesis, in_words
+from autoaccum.loss.hypotheses import SUMS, Hypothesis, in_words
 from autoaccum.loss.terms import Reduction
 from autoaccum.planning.granules import MICRO, Statistics
-from autoaccum.verification.findings import Cause, Decision
+from autoaccum.verification.findings import FOREIGN, Cause, Decision
 
 # Each names its cause so that it can be found in the user's code, and a cure that can be tried. One is told from
 # another by its consequence, which therefore holds no numbers: it is said once in a run.
@@ -161,7 +161,10 @@ def unused_notice(num_items: object, hypothesis: Hypothesis, *, counts_by_name: 
     return Notice(
         cause=f"The loss is not a mean over what num_items counts, but {in_words(hypothesis)}, as was measured",
         consequence="num_items is not used, and windows are weighed by what was measured",
-        cure="Leave num_items out, or let it return what the loss of a micro-batch is divided by",
+        cure='Pass reduction="sum" beside it, where the sum of the window is to be divided by what it counts; or leave '
+        "num_items out"
+        if hypothesis in SUMS
+        else "Leave num_items out, or let it return what the loss of a micro-batch is divided by",
     )
 
 
@@ -279,8 +282,9 @@ _CAUSES: dict[Cause, Notice] = {
         "spectral norms do",
         consequence="Within a window each micro-batch finds another state, so that the gradient depends on how windows "
         "are cut",
-        cure='Pass state="window", by which it moves once a window and all micro-batches find the same; or change it '
-        "from a callback, or pass micro_batch= the whole window if it fits",
+        cure='Pass state="window", by which all micro-batches find the same, and a window leaves what its last one has '
+        "written: all of it where that depends on the weights alone, as of a momentum encoder. Change a queue, or what "
+        "else depends on samples, in before_window=; or pass micro_batch= the whole window if it fits",
     ),
     "hooks": Notice(
         cause="Hooks on parameters change the gradient of each micro-batch, as those that clip do",
@@ -333,8 +337,35 @@ def ones_notice(error: float) -> Notice:
     return Notice(
         cause=f"The loss divides by a count that is kept from 0 where nothing counts, as by clamp(min=1): {off}",
         consequence="A micro-batch without items counts for some, and so the others count for too little",
-        cure="Pass num_items=(micro-batch) -> how many items its loss is a mean over",
+        cure=_DIVIDED_LATER,
     )
+
+
+def part_of_state_notice() -> Notice:
+    """Return what to say of state that depends on samples, where it moves once a window."""
+    return Notice(
+        cause="What forwards write to state depends on their samples, as in queues and codebooks, and with "
+        'state="window" a window leaves what its last micro-batch has written',
+        consequence="The next window finds the state of some of the samples: its loss is not that of whole windows",
+        cure="Write it in before_window=, which has all samples of a window, or pass micro_batch= the whole window if "
+        "it fits",
+    )
+
+
+def uncounted_notice(error: float) -> Notice:
+    """Return what to say of a micro-batch that ``num_items`` counts 0 in, but which was measured to have a loss."""
+    off = f"windows that hold such a micro-batch get a gradient up to {_percent(error)} off"
+    return Notice(
+        cause=f"The loss of a micro-batch in which num_items counts 0 is not 0: {off}",
+        consequence="A micro-batch that counts nothing is left out, with its loss",
+        cure=_DIVIDED_LATER,
+    )
+
+
+_DIVIDED_LATER = (
+    'Return the sum alone, divided by nothing, with reduction="sum" and num_items=(micro-batch) -> its share of what '
+    "the sum of the whole window is divided by"
+)
 
 
 def dropped_notice(error: float) -> Notice:
@@ -362,7 +393,9 @@ def unmeasured_notice(why: str) -> Notice:
     return Notice(
         cause=f"It could not be measured whether windows that are cut have the gradient of whole ones: {why}",
         consequence="What the loss is was read off its graph, and not compared with a whole window",
-        cure="Look at it with autoaccum.check(model, batch, ...), or pass micro_batch= the whole window if it fits",
+        cure="Draw by PyTorch's, as torch.rand and torch.randint do, whose draws each part is given"
+        if why == FOREIGN
+        else "Look at it with autoaccum.check(model, batch, ...), or pass micro_batch= the whole window if it fits",
     )
 
 

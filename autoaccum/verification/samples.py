@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch.utils._python_dispatch import _disable_current_modes
 
 from autoaccum.data import batches
 from autoaccum.data.randomness import collated_otherwise, preserved_randomness
@@ -204,7 +205,11 @@ class Parts:
 
     def make(self, part: Part) -> Any:
         """Return some of the samples as a batch, as the window makes it of them alone, on the device."""
-        return self._convert(self._made(part))
+        # What data draw while they are read is drawn anew for each part, by seeds of their own: it has no rows to keep,
+        # and would be taken for what the model draws.
+        with _disable_current_modes():
+            made = self._made(part)
+        return self._convert(made)
 
     @contextmanager
     def converting(self, convert: Callable[[Any], Any]) -> Iterator[None]:

@@ -106,11 +106,13 @@ def mixes(measurement: Measurement) -> bool:
     others = list(range(1, measurement.num_samples))
     for way in range(1, 4):  # what is drawn may mix the first sample with itself
         made = []
-        for order in ((0, *others), (0, *others[1:], *others[:1])):
+        for order in ((0, *others), (0, *others[1:], *others[:1]), (0, *others)):
             measurement.state.restore()  # generators that a collate_fn keeps too
             with collated_otherwise(way):
                 made.append(measurement.make(order))
         measurement.state.restore()
+        if not are_equal(made[0], made.pop()):  # it draws by what nobody can put back
+            return False
         first, second = (
             [measurement.parts.rows(batch, (index,)) for index in range(len(others) + 1)] for batch in made
         )

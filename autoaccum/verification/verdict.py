@@ -15,7 +15,7 @@ from autoaccum.loss.hypotheses import SUMS, Hypothesis
 from autoaccum.memory.oom import RanOut, attempt, is_out_of_memory, without_frames
 from autoaccum.verification.decision import compare_losses, decide, explained_by_ones
 from autoaccum.verification.draws import UnalignedError, UnsettledError
-from autoaccum.verification.findings import Cause, Decision, Verdict
+from autoaccum.verification.findings import FOREIGN, Cause, Decision, Verdict
 from autoaccum.verification.measurement import Measurement, NotFiniteError, ZeroGradientError
 from autoaccum.verification.samples import MOST, choose, cuts_of
 from autoaccum.verification.suspects import broadcasts, is_time_first, mixes, name_cause, pads
@@ -205,7 +205,7 @@ def _measured_of(
                     return Verdict(unmeasured="its parameters have 16 bits, whose rounding hides what is looked for")
                 # What Python's or NumPy's generator draws differs in each part, and nothing says by how much.
                 if decision.is_foreign and not causes:
-                    return Verdict(unmeasured="it draws from Python's or NumPy's generator, other numbers in each part")
+                    return Verdict(unmeasured=FOREIGN)
             return Verdict(
                 decision=decision,
                 causes=causes,
@@ -213,6 +213,7 @@ def _measured_of(
                 chosen=tuple(chosen),
                 tolerance=max(measurement.tolerance, decision.error) if decision.passed else measurement.tolerance,
                 rebinds=measurement.rebinds,
+                leaves_part=measurement.leaves_part,
                 collates_anew=collates_anew,
                 broadcasts=bool(not decision.passed and not causes and broadcasts(measurement)),
                 pads=bool(not decision.passed and not causes and pads(measurement)),

@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -114,7 +115,7 @@ class Signs:
 
     __slots__ = (
         "_graphs", "_late", "_modes", "_ties", "compares_ones", "compares_samples", "has_suspects",
-        "have_changed", "least", "next_look", "short_below", "watches_least",
+        "have_changed", "is_counted", "knows_nothing", "least", "next_look", "short_below", "watches_least",
     )  # fmt: skip
 
     def __init__(self) -> None:
@@ -137,6 +138,10 @@ class Signs:
         """The number of the next window whose forwards are looked at; for whoever looks to set."""
         self.short_below = 0
         """Samples below which a window is shorter than any that was measured; for whoever measures to set."""
+        self.is_counted = False
+        """Whether the user counts items, which is measured where they are the fewest."""
+        self.knows_nothing = True
+        """Whether micro-batches that count nothing are known to add nothing; for whoever measures it to set."""
         self.have_changed = False
         """Whether a window has shown what was not seen before; for whoever has looked into it to take back."""
 
@@ -198,6 +203,13 @@ class Signs:
         self.compares_ones, self._modes = state["compares_ones"], state["modes"]
         self.least, self._ties = state.get("least", self.least), state.get("ties", 0)
 
+    def uncounted(self, sizes: Sequence[int], counts: Sequence[float]) -> list[int]:
+        """Return where micro-batches begin that count nothing, as long as they are not known to add nothing."""
+        if self.knows_nothing or all(counts):
+            return []
+        self.have_changed = True
+        return [start for start, count in zip(accumulate(sizes, initial=0), counts, strict=False) if not count]
+
     def of_modes(self, modes: list[bool]) -> None:
         """Take whether each module is in training mode."""
         if modes != self._modes:
@@ -225,7 +237,8 @@ class Signs:
         """
         self.has_suspects = False
         # PyTorch's own means over nothing are no numbers.
-        kept = [i for i, found in enumerate(reductions) if counts[i] and found.terms and not found.terms[0].is_items]
+        of_terms = [self.is_counted or bool(found.terms and not found.terms[0].is_items) for found in reductions]
+        kept = [i for i, is_kept in enumerate(of_terms) if counts[i] and is_kept]
         if not self.watches_least or not kept:
             return ()
         lowest, of_one = min(abs(counts[i]) for i in kept), min(abs(counts[i]) / sizes[i] for i in kept)

@@ -26,13 +26,14 @@ from torch.utils.checkpoint import CheckpointError, checkpoint, set_checkpoint_e
 
 from autoaccum.data import randomness
 from autoaccum.data.batches import flatten
+from autoaccum.data.randomness import generator_state, set_generator_state
 from autoaccum.errors import MemoryLimitError
 from autoaccum.loss.stated import LossOf
 from autoaccum.memory.oom import is_out_of_memory
 from autoaccum.window.attributes import CONTAINERS, Attributes, is_expanded
 from autoaccum.window.comparing import Comparison, First, Mark, NotRepeatableError, Second
 from autoaccum.window.outside import Outside, functions_run, hooks_of
-from autoaccum.window.state import State, generator_state, set_generator_state
+from autoaccum.window.state import State
 from autoaccum.window.surroundings import is_generator, records_among, surroundings_of
 from autoaccum.window.tape import no_trace
 

@@ -3,26 +3,36 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from typing import Any
 
 import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 
 from autoaccum.data import randomness
+from autoaccum.data.randomness import generator_state, set_generator_state
 from autoaccum.memory.oom import insist
 from autoaccum.window.attributes import is_expanded
+from autoaccum.window.surroundings import is_generator, surroundings_of
 
 
 class Snapshot:
-    """Buffers and random states as they were when it was taken.
+    """Buffers and random states, those of generators of the user's own too, as they were when it was taken.
 
     A buffer's value is copied, and the tensor itself is remembered too: a forward may write into it (BatchNorm's
     running mean) or put another one in its place. Every buffer is copied every time: a version counter would tell
     which ones changed, but writing through ``.data``, as hand-written moving averages do, does not move it.
     """
 
-    def __init__(self, modules: Sequence[nn.Module], device: torch.device) -> None:
+    def __init__(self, modules: Sequence[nn.Module], device: torch.device, functions: Iterable[object] = ()) -> None:
+        """Set up.
+
+        Args:
+            modules: whose buffers there are.
+            device: whose random states there are.
+            functions: of the user's, which may draw from generators of their own.
+        """
         self._device = device
         # All modules below these, each once, whether it has buffers now or gets some later.
         self._owners = list({id(m): m for module in modules for m in module.modules()}.values())
@@ -31,6 +41,11 @@ class Snapshot:
         # What was in them: (buffer, copy) by the buffer's id, which the buffer that is held here keeps unique.
         self._copies: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
         self._random: randomness.RandomState = ()
+        # Looked for once: a window takes less time than the search.
+        own = [value for owner in self._owners for value in vars(owner).values() if is_generator(value)]
+        generators = {id(one): one for one in (*own, *surroundings_of(functions).generators)}
+        self._generators = list(generators.values())
+        self._drawn: list[Any] = []  # their states
 
     def take(self) -> None:
         """Remember the present state, in place of the one before, in the same memory where the buffers are the same.
@@ -42,6 +57,7 @@ class Snapshot:
 
     def _take(self) -> None:
         self._random = randomness.get_state(self._device)
+        self._drawn = list(map(generator_state, self._generators))
         self._buffers = [(owner, dict(owner._buffers)) for owner in self._owners if owner._buffers]
         if self._buffers:
             self._copy_buffers()
@@ -82,10 +98,12 @@ class Snapshot:
     def restore_random(self) -> None:
         """Put the remembered random states back, and nothing else."""
         randomness.set_state(self._random, self._device)
+        for generator, state in zip(self._generators, self._drawn, strict=False):  # none before it is taken
+            set_generator_state(generator, state)
 
     @torch.no_grad()
     def _restore(self) -> None:
-        randomness.set_state(self._random, self._device)
+        self.restore_random()
         before = {id(owner): buffers for owner, buffers in self._buffers}
         for owner in self._owners:
             # In place, for others may hold the dict; one that had no buffers loses those that a forward registered.

@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 import pickle
-import random
 from collections.abc import Container, Iterable, Sequence
 from copy import copy
 from functools import partial
-from typing import Any
 
-import numpy as np
 import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 
 from autoaccum.data import randomness
+from autoaccum.data.randomness import generator_state, set_generator_state
 from autoaccum.memory.oom import insist
 from autoaccum.window.attributes import Attributes, is_expanded
 from autoaccum.window.surroundings import is_generator, surroundings_of
@@ -210,23 +208,6 @@ class Gradients:
             p.grad = None
         for p, gradient in self._kept:
             p.grad = gradient.to(p.device)
-
-
-def generator_state(generator: Any) -> Any:
-    """Return the state of a generator of PyTorch's, NumPy's or Python's."""
-    if isinstance(generator, np.random.Generator):
-        return generator.bit_generator.state
-    return generator.getstate() if isinstance(generator, random.Random) else generator.get_state()
-
-
-def set_generator_state(generator: Any, state: Any) -> None:
-    """Put back what ``generator_state`` returned."""
-    if isinstance(generator, np.random.Generator):
-        generator.bit_generator.state = state
-    elif isinstance(generator, random.Random):
-        generator.setstate(state)
-    else:
-        generator.set_state(state)
 
 
 def same(tensor: torch.Tensor, value: torch.Tensor) -> bool:

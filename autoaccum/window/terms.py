@@ -26,7 +26,7 @@ from autoaccum.loss.mistakes import refuse_unknown
 from autoaccum.loss.reading import Numbers
 from autoaccum.loss.reductions import read, without_graph
 from autoaccum.loss.stated import Computed
-from autoaccum.loss.terms import Count, Division, Edge, Reduction, Term
+from autoaccum.loss.terms import Count, Division, Edge, Reduction, Term, without_none
 from autoaccum.loss.values import Values
 from autoaccum.loss.weighting import Tally, guarded, weighed
 from autoaccum.window.kept import InDoubt, Least, doubtful, least_of
@@ -258,15 +258,16 @@ class Terms:
             column = self._columns[entry.name] = self._column(entry)
         num_samples = self._sizes[-1]
         # A sum counts once in each micro-batch; what nothing tells is taken for a mean over samples, and measured.
-        items: Count = num_samples
-        if column.kind == "sum":
-            items = 1.0
-        elif column.kind in OVER_ITEMS:
-            items = entry.items
+        items: Count = 1.0 if column.kind == "sum" else entry.items if column.kind in OVER_ITEMS else num_samples
+        is_whole = num_samples == self._num_samples
+        if entry.term is None and (is_whole or self._totals.get(entry.name) == 0):
+            items = without_none(items)  # nothing in the window counts
         # None where it has no items: its 0 / 0 must not reach any parameter.
         # Of a window in one piece there is nothing to guess.
-        if self._deferred and isinstance(items, torch.Tensor) and num_samples == self._num_samples:
-            weight: Count | None = column.tally.take_all(items)
+        if self._deferred and isinstance(items, torch.Tensor) and is_whole:
+            column.tally.take_all(items)
+            # What is divided by ``NONE`` is no 0 / 0, which nothing would go through.
+            weight: Count | None = 1.0 if entry.term is not None else (items != 0).to(torch.float32)
         else:
             weight = column.tally.weight(num_samples, items, dtype)
         column.shown.append((num_samples, entry.term))
@@ -399,15 +400,17 @@ class Terms:
                 found[name] = counts
         return found
 
-    def counting(self) -> list[float]:
-        """Return the samples of each micro-batch in which any term counts something; 0 of the others."""
+    def counting(self) -> tuple[list[float], list[float]]:
+        """Return the samples of each micro-batch in which any term counts something, 0 of the others; and all do."""
         # Terms count in numbers of their own, which add up to nothing: samples stand for all of them.
-        found = [0.0] * len(self._sizes)
+        in_any, in_all = [0.0] * len(self._sizes), list(map(float, self._sizes))
         for name, column in self._columns.items():
             for place, count in zip(column.places, column.tally.read(), strict=True):
-                if count and not name.startswith(_CONSTANT):
-                    found[place] = float(self._sizes[place])
-        return found
+                if not count:
+                    in_all[place] = 0.0
+                elif not name.startswith(_CONSTANT):
+                    in_any[place] = float(self._sizes[place])
+        return in_any, in_all
 
     def has_late_zero(self) -> bool:
         """Return whether a count that was read at the end is 0, and its term was not left out; before ``settle``."""

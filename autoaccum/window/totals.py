@@ -18,7 +18,7 @@ import torch
 from autoaccum.data.base import Window
 from autoaccum.data.randomness import preserved_randomness
 from autoaccum.loss.reading import read_all
-from autoaccum.loss.terms import Count
+from autoaccum.loss.terms import Count, without_none
 from autoaccum.window.kept import may_stand_for
 
 Measure = tuple[Any, ...]
@@ -228,7 +228,7 @@ def _summed(counts: Mapping[Any, Sequence[Count]]) -> dict[Any, float]:
     numbers = read_all([count for of_one in counts.values() for count in of_one])
     found = {}
     for name, of_one in counts.items():
-        found[name] = math.fsum(itertools.islice(numbers, len(of_one)))
+        found[name] = math.fsum(map(without_none, itertools.islice(numbers, len(of_one))))
     return found
 
 

@@ -90,7 +90,7 @@ class Transaction:
         self.signs = Signs()
         """What changes where the loss does: compared in each window that is cut."""
         self._gradients = Gradients(job.modules, job.optimizer)
-        self.snapshot = Snapshot(job.modules, job.device)
+        self.snapshot = Snapshot(job.modules, job.device, job.functions)
         """The buffers and random states of the window's begin; between windows a validation keeps its own in it."""
         self.snapshot.take()  # so that its memory is there before the first window
         self._seeds = Seeds()
@@ -319,9 +319,8 @@ class Transaction:
             # Python's own numbers raise where tensors give NaN. The window may well have items, and then it is fine.
             if num_samples == self._num_samples:
                 raise
-            # That it is a count is a guess, which is to be measured.
-            self._divided_by_zero, self.signs.have_changed = error, True
-            self._dropped.append(sum(self._sizes))
+            self._divided_by_zero = error
+            self._drop()
             return None
         self._nodes = count_nodes() - before
         return loss
@@ -332,8 +331,7 @@ class Transaction:
             # Where some of its terms have items, it is they that are to be weighed by themselves.
             if not has_some(reduction):
                 reduction = NOTHING
-                self._dropped.append(sum(self._sizes))
-                self.signs.have_changed = True  # that it counts nothing is a guess, which is to be measured
+                self._drop()
             self._tally.weight(num_samples, 0.0)
             self._losses.append(None)
             return
@@ -344,14 +342,16 @@ class Transaction:
         self._losses.append(loss.detach())
         self._backward(partial(self._accumulate, loss, weight, reduction, num_samples / self._num_samples), num_samples)
 
+    def _drop(self) -> None:
+        """Leave the micro-batch of now out: that it counts nothing is a guess, which is to be measured."""
+        self._dropped.append(sum(self._sizes))
+        self.signs.have_changed = True
+
     def _counts_nothing(self, loss: torch.Tensor, num_samples: int) -> bool:
         """Return whether the loss of a part of a window is not a number, as a mean over nothing is."""
         # To read it would wait for an accelerator, and is done there only while somebody looks at forwards anyway.
-        if not self.drops_nan or num_samples == self._num_samples:
-            return False
-        if self._is_slow_to_read and self.forward == self.plain_forward:
-            return False
-        return math.isnan(float(loss.tolist()))  # type: ignore[arg-type]
+        is_read = self.drops_nan and (not self._is_slow_to_read or self.forward != self.plain_forward)
+        return is_read and num_samples != self._num_samples and math.isnan(float(loss.tolist()))  # type: ignore[arg-type]
 
     def plain_forward(self, batch: Any, num_samples: int, window_samples: int) -> torch.Tensor:
         """Return the loss of a micro-batch, in the job's precision."""
@@ -377,8 +377,8 @@ class Transaction:
         """Leave out the last micro-batch where its gradient is not finite; return whether that is so."""
         if is_left_out := not math.isfinite(norm.item()):
             self._tally.leave_out(len(self._sizes))
-            self._losses[-1], self.signs.have_changed = None, True  # as where a loss is not a number
-            self._dropped.append(sum(self._sizes))
+            self._losses[-1] = None
+            self._drop()
         return is_left_out
 
     def _accumulate(self, loss: torch.Tensor, weight: Count, reduction: Reduction, share: float) -> None:
@@ -448,7 +448,7 @@ class Transaction:
             items=sum(counts),
             parts=parts,
             noise=noise,
-            dropped=tuple(self._dropped),
+            dropped=(*self._dropped, *self.signs.uncounted(sizes, counts)),
             counts=tuple(counts),
             reductions=tuple(reductions),
             suspects=suspects,
@@ -487,7 +487,8 @@ class Transaction:
             return Repeat(sizes=self.own_sizes)
         is_late = len(sizes) > 1 and terms.has_late_zero() and not self._is_sound(ending)
         doubts = self.signs.in_doubt(self.several.settle(terms, whole_of(self._window), sizes))
-        if not any(counting := terms.counting()) and self._divided_by_zero is not None:
+        counting, in_all = terms.counting()
+        if not any(counting) and self._divided_by_zero is not None:
             raise self._divided_by_zero
         if not any(counting):
             return nothing_counts(sizes, self.own_sizes)
@@ -512,7 +513,7 @@ class Transaction:
             items=sum(counting),
             parts=parts,
             noise=noise,
-            dropped=tuple(self._dropped),
+            dropped=(*self._dropped, *self.signs.uncounted(sizes, in_all)),
             counts=tuple(counting),
             reductions=tuple(self._reductions),
             doubts=doubts,

@@ -13,7 +13,7 @@ from torch.nn import functional as F
 
 import autoaccum
 from autoaccum.errors import AutoaccumWarning
-from autoaccum.events import Notice, StepSkipped
+from autoaccum.events import Notice, StepSkipped, Verified
 from autoaccum.loss.graph import is_number
 from tests.devices import DEVICE, there
 from tests.models import relative_error
@@ -256,6 +256,141 @@ def test_a_count_that_the_loss_contradicts_is_announced(name: str) -> None:
     assert [notice.cause[:14] for notice in notices] == ["num_items says"]
     assert errors(MEANS["per token"], data(), 3, num_items=lambda batch: 2 * (batch[1] != -100).sum())[2] == []
     assert len(errors(SUMS["sum"], data(), 3, num_items=lambda batch: len(batch[0]), verify=False)[2]) == 1
+
+
+def anchors(model: Any, batch: Any) -> torch.Tensor:
+    """A sum over all there is, of which some are an object: the class of the first one in some samples."""
+    targets = _unit(batch[1]).gt(0.5).double()
+    return F.binary_cross_entropy_with_logits(model(batch[0]), targets, reduction="sum")
+
+
+def objects(batch: Any) -> torch.Tensor:
+    return (batch[1][:, 0] == 2).sum()  # of none of the first samples
+
+
+@pytest.mark.device
+@pytest.mark.parametrize("verify", [True, False])
+@pytest.mark.parametrize("micro_batch", [11, 4, 2, 1])
+def test_a_sum_is_divided_by_the_windows_count_where_some_count_none(micro_batch: int, verify: bool) -> None:
+    def divided(model: Any, batch: Any) -> torch.Tensor:
+        return anchors(model, batch) / objects(batch)
+
+    def summed(model: Any, batch: Any) -> torch.Tensor:
+        counts.append(int(objects(batch)))
+        return anchors(model, batch)
+
+    counts: list[int] = []
+    options: dict[str, Any] = {"reduction": "sum", "num_items": objects, "verify": verify}
+    inputs, targets = data()
+    big = there(PerToken())
+    expected = divided(big, there((inputs, targets)))
+    expected.backward()
+    model = there(PerToken())
+    told: list[Any] = []
+    running = autoaccum.Accumulator(
+        model, torch.optim.SGD(model.parameters(), lr=0.0), training_step=summed, micro_batch=micro_batch,
+        callbacks=[told.append], **options,
+    )  # fmt: skip
+    for _ in range(2):  # the second knows what the first has counted
+        counts.clear()
+        loss = running.step(there((inputs, targets)))
+        assert (0 in counts) == (micro_batch < 11)
+        assert relative_error(gradient_of(model), gradient_of(big)) < 1e-12
+        assert float(loss) == pytest.approx(expected.item(), rel=1e-12)
+    assert [event for event in told if isinstance(event, Notice)] == []
+
+
+@pytest.mark.device
+@pytest.mark.filterwarnings("ignore:Nothing in window 1 counts")
+@pytest.mark.parametrize("micro_batch", [11, 4])
+def test_a_sum_of_a_window_that_counts_none_takes_no_step(micro_batch: int) -> None:
+    model = there(PerToken())
+    told: list[Any] = []
+    running = autoaccum.Accumulator(
+        model, torch.optim.SGD(model.parameters(), lr=1.0), training_step=anchors, micro_batch=micro_batch,
+        reduction="sum", num_items=lambda batch: (batch[1] > 100).sum(), callbacks=[told.append],
+    )  # fmt: skip
+    before = [p.detach().clone() for p in model.parameters()]
+    running.step(there(data()))
+    assert [type(event) for event in told if isinstance(event, StepSkipped)] == [StepSkipped]
+    assert all(map(torch.equal, before, model.parameters()))
+
+
+@pytest.mark.device
+@pytest.mark.filterwarnings("ignore:It could not be measured")
+@pytest.mark.parametrize("none", [True, False])
+def test_a_sum_of_several_is_divided_by_what_each_counts(none: bool) -> None:
+    """One of them may count nothing in the window, and adds nothing then, by name and to the gradient."""
+
+    def summed(model: Any, batch: Any) -> dict[str, torch.Tensor]:
+        return {"all": anchors(model, batch), "tokens": tokens(F.cross_entropy)(model, batch) * len(batch[0])}
+
+    counts: dict[str, Any] = {
+        "all": (lambda batch: (batch[1] > 100).sum()) if none else objects,
+        "tokens": lambda batch: len(batch[0]),
+    }
+    batch = there((data()[0], data()[1].clamp(min=0)))
+    big, model = there(PerToken()), there(PerToken())
+    expected = tokens(F.cross_entropy)(big, batch)
+    if not none:
+        expected = expected + anchors(big, batch) / objects(batch)
+    expected.backward()
+    running = autoaccum.Accumulator(
+        model, torch.optim.SGD(model.parameters(), lr=0.0), training_step=summed, micro_batch=4, reduction="sum",
+        num_items=counts,
+    )  # fmt: skip
+    for _ in range(2):
+        loss = running.step(batch)
+        assert relative_error(gradient_of(model), gradient_of(big)) < 1e-12
+        assert float(loss) == pytest.approx(expected.item(), rel=1e-12)
+        assert ("loss/all" in running.outputs) is not none
+
+
+@pytest.mark.device
+@pytest.mark.parametrize(
+    ("least", "cause"),
+    [(0, "The loss of a micro-batch in which num_items counts 0"), (1, "The loss divides by a count that is kept fr")],
+)
+def test_a_count_of_none_beside_a_loss_is_told(least: int, cause: str) -> None:
+    """By the micro-batch itself, for those that are measured count some; and its cure holds, as above."""
+
+    def clamped(model: Any, batch: Any) -> torch.Tensor:
+        return anchors(model, batch) / objects(batch).clamp(min=1)
+
+    targets = torch.where(torch.rand(80, TIME, generator=torch.Generator().manual_seed(0)) < 0.35, 2, 1)
+    targets[:, 0] = 2  # each sample counts one,
+    targets[70:75, 0] = 1  # but in a micro-batch of the last window
+    inputs = torch.randn(80, TIME, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    *others, last = [there(batch) for batch in zip(inputs.split(20), targets.split(20), strict=True)]
+    model = there(PerToken())
+    told: list[Any] = []
+    running = autoaccum.Accumulator(
+        model, torch.optim.SGD(model.parameters(), lr=0.0), training_step=clamped, micro_batch=5,
+        num_items=lambda batch: objects(batch).clamp(min=least), callbacks=[told.append],
+    )  # fmt: skip
+    for batch in others:
+        running.step(batch)
+    assert [event for event in told if isinstance(event, Notice)] == []
+    with pytest.warns(autoaccum.AutoaccumWarning):
+        running.step(last)
+    notice = next(event for event in told if isinstance(event, Notice) and event.cause.startswith(cause))
+    assert notice.cure.startswith('Return the sum alone, divided by nothing, with reduction="sum" and num_items=')
+
+
+@pytest.mark.device
+def test_a_count_of_none_without_a_loss_is_measured_once() -> None:
+    """And nothing is said: a mean over nothing, kept from 0."""
+    inputs, targets = data()
+    model = there(PerToken())
+    told: list[Any] = []
+    running = autoaccum.Accumulator(
+        model, torch.optim.SGD(model.parameters(), lr=0.0), training_step=clamped_mean, micro_batch=1,
+        num_items=lambda batch: (batch[1] != -100).sum(), callbacks=[told.append],
+    )  # fmt: skip
+    for _ in range(3):
+        running.step(there((inputs, targets)))
+    assert [event for event in told if isinstance(event, Notice)] == []
+    assert len([event for event in told if isinstance(event, Verified)]) == 1
 
 
 def test_weights_by_samples_would_be_wrong() -> None:

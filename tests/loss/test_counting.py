@@ -8,7 +8,9 @@ import pytest
 import torch
 
 from autoaccum.errors import ArgumentError, ArgumentTypeError
-from autoaccum.loss.counting import count_each, count_items
+from autoaccum.loss.counting import count_each, count_items, never_zero
+from autoaccum.loss.terms import NONE, without_none
+from tests.devices import there
 
 BATCH = torch.tensor([1, -100, 3])
 
@@ -40,3 +42,18 @@ def test_a_count_that_is_none_is_named() -> None:
         count_items({"a": labelled, "b": lambda batch: -1}, BATCH)
     with pytest.raises(ArgumentTypeError, match=r"^num_items\(micro-batch\)='many'"):
         count_items(lambda batch: "many", BATCH)
+
+
+@pytest.mark.device
+@pytest.mark.parametrize("none", [0, 0.0, torch.tensor(0), torch.zeros(1)])
+def test_a_count_of_0_may_be_next_to_nothing(none: Any) -> None:
+    """In whatever a user's function returns it; other counts are as they were, and mistakes are told as ever."""
+    none = there(none) if isinstance(none, torch.Tensor) else none
+    for num_items in (lambda batch: {"a": none, "b": 3}, {"a": lambda batch: none, "b": len}):
+        found = count_items(never_zero(num_items), BATCH)
+        assert isinstance(found, dict)
+        assert {name: float(count) for name, count in found.items()} == {"a": NONE, "b": 3.0}
+        assert [float(without_none(count)) for count in found.values()] == [0.0, 3.0]
+    assert count_items(never_zero([lambda batch: none, len]), BATCH).keys() == {"0", "1"}
+    with pytest.raises(ArgumentTypeError, match=r"^num_items\(micro-batch\)='many'"):
+        count_items(never_zero(lambda batch: "many"), BATCH)

@@ -79,6 +79,32 @@ class TestEvaluate:
         assert same(fit(), fit(measure))
         assert len(losses) == 3
 
+    def test_generators_of_the_users_own_are_left_as_they_are(self) -> None:
+        """Whatever validates, probes or checks: training draws what it would have drawn without."""
+        generator = torch.Generator()
+
+        def step(model: Any, batch: Any) -> torch.Tensor:
+            inputs, targets = batch
+            return cross_entropy(model(inputs + torch.randn(inputs.shape, generator=generator)), targets)
+
+        def losses(**options: Any) -> list[float]:
+            generator.manual_seed(1)
+            result = autoaccum.fit(
+                mlp(), classes(24), effective_batch=8, epochs=2, training_step=step, micro_batch=4, progress=False,
+                device="cpu", **options,
+            )  # fmt: skip
+            return [window.loss for window in result.history]
+
+        assert losses(validation_data=classes(9, seed=4)) == losses()
+        state = generator.get_state()
+        for call in (autoaccum.evaluate, autoaccum.check, autoaccum.probe):
+            options = {"max_micro_batch": 8, "device": "cpu"} if call is autoaccum.probe else {}
+            call(mlp(), classes(20), training_step=step, **options)  # type: ignore[operator]
+            assert generator.get_state().equal(state), call.__name__
+        found = [autoaccum.evaluate(mlp(), classes(20), training_step=step).loss for _ in range(2)]
+        assert found[0] == found[1]
+        assert generator.get_state().equal(state)
+
     def test_it_shows_a_few_facts(self) -> None:
         found = autoaccum.evaluate(mlp(), classes(6), loss_fn=cross_entropy, metrics={"accuracy": accuracy})
         assert repr(found).startswith(

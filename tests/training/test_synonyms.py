@@ -79,6 +79,13 @@ def test_what_a_check_advises_and_does_not_take_is_for_fit(argument: str) -> Non
         autoaccum.check(nn.Linear(4, 2), DATA, loss_fn=cross_entropy, **options)
 
 
+@pytest.mark.parametrize("argument", ["loss_scope", "embed"])
+def test_an_evaluation_of_whole_windows_is_shown(argument: str) -> None:
+    options: dict[str, Any] = {argument: "window"}
+    with pytest.raises(ArgumentTypeError, match=r"Embed by predict\(model, data, forward=embed\)"):
+        autoaccum.evaluate(nn.Linear(4, 2), DATA, loss_fn=cross_entropy, **options)
+
+
 def test_a_function_that_has_nothing_like_it_says_so() -> None:
     """An Accumulator's effective batch is the batch that it is given."""
     model = nn.Linear(4, 2)

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from autoaccum.loss.reading import Numbers
-from autoaccum.loss.terms import Reduction
+from autoaccum.loss.terms import NONE, Reduction
 from autoaccum.training import validation_losses
 from autoaccum.training.validation_losses import CountedLosses, Losses, OneLoss, read
 from tests.devices import DEVICE
@@ -35,6 +35,11 @@ def test_each_weighs_as_many_items_as_it_has() -> None:
 def test_one_that_counts_nothing_may_be_no_number() -> None:
     assert joined((2, one(1.0, 3.0)), (2, one(math.nan, torch.tensor(0.0, device=DEVICE)))) == 1.0
     assert math.isnan(joined((2, one(math.nan, 0.0))))
+
+
+def test_a_sum_that_counts_none_is_added_and_nothing_where_all_do() -> None:
+    assert joined((2, one(3.0, 2.0)), (2, one(4.0 / NONE, NONE))) == 5.0
+    assert math.isnan(joined((2, one(4.0 / NONE, NONE)), (2, one(1.0 / NONE, NONE))))
 
 
 def test_by_their_names_each_over_its_own_items() -> None:

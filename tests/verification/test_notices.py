@@ -30,6 +30,7 @@ from autoaccum.verification.notices import (
     of,
     ones_notice,
     unmeasured_notice,
+    unused_notice,
 )
 from tests.models import classes, mlp
 
@@ -229,3 +230,14 @@ def test_a_run_tells_once_that_what_is_counted_is_not_used(num_items: Any, is_to
     )  # fmt: skip
     told = [event for event in result.events if isinstance(event, Notice)]
     assert [event.consequence.startswith("num_items is not used") for event in told] == [True] * is_told
+
+
+def test_a_sum_beside_a_count_may_be_meant_to_be_divided_by_it() -> None:
+    assert unused_notice(len, "num_items", counts_by_name=False) is None
+    cures = []
+    for hypothesis in ("sum", "items"):
+        notice = unused_notice(len, hypothesis, counts_by_name=False)
+        assert notice is not None
+        cures.append(notice.cure)
+    assert cures[0].startswith('Pass reduction="sum" beside it')
+    assert cures[1].startswith("Leave num_items out")

@@ -7,12 +7,16 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 from torch.nn.utils.rnn import pad_sequence
+from torch.utils.data import Dataset
 
 from autoaccum.data.randomness import collation, preserved_randomness, seed_host
+from autoaccum.data.sources import open_source
 from autoaccum.training.accumulator import _Batch
+from autoaccum.verification.measurement import Measurement
 from autoaccum.verification.samples import _FIRST, Parts, _takes_few_values, choose, cuts_of, without_padding
-from tests.verification.making import HERE, job_of
+from tests.verification.making import HERE, job_of, plain
 
 CPU = torch.device("cpu")
 
@@ -238,3 +242,29 @@ def test_what_is_computed_with_is_converted() -> None:
     with parts.converting(lambda batch: batch.double()):
         assert parts.make((1,)).dtype == torch.float64
     assert parts.make((1,)).dtype == torch.int64
+
+
+class Read(Dataset[tuple[torch.Tensor, torch.Tensor]]):
+    """Samples that are moved a little whenever they are read."""
+
+    def __len__(self) -> int:
+        return 24
+
+    def __getitem__(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
+        generator = torch.Generator().manual_seed(index)
+        inputs = torch.randn(8, generator=generator) + 0.1 * torch.rand(8)
+        return inputs, torch.randint(0, 3, (), generator=generator)
+
+
+def test_what_data_draw_while_they_are_read_again_is_none_of_the_models() -> None:
+    """Of samples that are dropped, for the budget has no room for them, beside a dropout in the model."""
+    source = open_source(Read(), seed=0, shuffle=True, device=HERE, budget_bytes=0)
+    window = source.read(0, lambda position: [4] * 6).window(24)
+    assert window is not None
+    for start in range(0, 24, 4):
+        window.micro_batch(start, 4)
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 9), nn.Dropout(0.4), nn.Linear(9, 3))
+    with Measurement(job_of(plain, model), window, range(6)) as measurement:
+        measurement.run_whole()
+        assert measurement.run(cuts_of(6, 1), "samples").error < measurement.tolerance

@@ -11,11 +11,13 @@ from torch import nn
 from torch.nn import functional as F
 from torch.nn.functional import cross_entropy
 
+import autoaccum
 from autoaccum.loss.hypotheses import Hypothesis, kinds_in
 from autoaccum.testing import oom_at
 from autoaccum.verification.findings import Verdict
 from autoaccum.verification.samples import choose
 from autoaccum.verification.verdict import measure
+from tests.devices import DEVICE
 from tests.faults import Operations
 from tests.models import classes, mlp
 from tests.verification.making import DOUBLE, job_of, pairs, plain, squared_mean, window_of
@@ -93,6 +95,10 @@ def test_of_what_foreign_generators_draw_nothing_can_be_told() -> None:
     found = verdict(loss)
     assert found.decision is None
     assert "Python's or NumPy's generator" in found.unmeasured
+    # By which other samples would draw, too.
+    report = autoaccum.check(mlp().to(DOUBLE), classes(6, DOUBLE), training_step=loss, device=DEVICE)
+    assert report.notice is not None
+    assert report.notice.cure == "Draw by PyTorch's, as torch.rand and torch.randint do, whose draws each part is given"
     assert verdict(lambda model, batch: plain(model, batch) + 0 * np.random.rand()).decision is not None
 
 

@@ -287,3 +287,23 @@ def test_the_modes_of_all_modules_are_told() -> None:
     assert snapshot.modes() == [True, True, False]
     model.eval()
     assert snapshot.modes() == [False] * 3
+
+
+def test_generators_of_the_users_own_go_back() -> None:
+    """Those that functions and modules hold: PyTorch's, NumPy's and Python's."""
+    held, numbers, plain = torch.Generator(), np.random.default_rng(0), random.Random(0)
+    model = Buffers()
+    model.generator = torch.Generator().manual_seed(3)
+
+    def step() -> list[float]:
+        drawn = [torch.rand((), generator=one, device="cpu").item() for one in (held, model.generator)]
+        return [*drawn, numbers.random(), plain.random()]
+
+    snapshot = Snapshot([model], HERE, [step])
+    snapshot.take()
+    first = step()
+    assert step() != first
+    snapshot.restore()
+    assert step() == first
+    snapshot.restore_random()
+    assert step() == first
