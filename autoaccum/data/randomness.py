@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import pickle
 import random
 import struct
 from collections.abc import Iterator
@@ -112,6 +113,14 @@ def generator_state(generator: Any) -> Any:
     if isinstance(generator, np.random.Generator):
         return generator.bit_generator.state
     return generator.getstate() if isinstance(generator, random.Random) else generator.get_state()
+
+
+def bytes_of(generator: Any) -> bytes:
+    """Return the state of such a generator as bytes, which tell whether it was drawn from."""
+    state = generator_state(generator)
+    if isinstance(state, torch.Tensor):  # by no operation, which a mode would see and a full memory refuse
+        return ctypes.string_at(state.data_ptr(), state.nbytes)
+    return pickle.dumps(state)
 
 
 def set_generator_state(generator: Any, state: Any) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from contextlib import suppress
 from typing import Any
 
 import torch
@@ -53,9 +52,12 @@ def _without_zero(counted: Any) -> Any:
     if isinstance(counted, torch.Tensor) and counted.device.type != "cpu":  # not read: see ``_counted``
         wide = counted.to(torch.promote_types(counted.dtype, torch.float32))
         return torch.where(wide == 0, NONE, wide)
-    with suppress(TypeError, ValueError, RuntimeError):  # which is no count, as whoever checks it says
+    try:
         return float(counted) or NONE
-    return counted
+    except (TypeError, ValueError, RuntimeError) as error:  # it is no count, as whoever checks it says
+        if is_out_of_memory(error):
+            raise
+        return counted
 
 
 def _counted(argument: str, counted: Any) -> Count:

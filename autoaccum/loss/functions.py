@@ -21,6 +21,7 @@ from autoaccum.loss import mistakes
 from autoaccum.loss.counting import count_items, never_zero
 from autoaccum.loss.shared import Beside
 from autoaccum.loss.stated import Computed, CountItems, LossOf, Reducing
+from autoaccum.loss.terms import divisor_of
 from autoaccum.loss.types import mistaken
 from autoaccum.loss.windowed import stand_in_for
 
@@ -99,11 +100,14 @@ def _explaining(loss_of: LossOf) -> LossOf:
 
 def stated(
     loss_of: LossOf, num_items: CountItems | None, reduction: Reducing
-) -> tuple[LossOf, CountItems | None, Reducing]:
-    """Return the loss, and what is said of it: sums are divided by what the user counts, and are means then."""
+) -> tuple[LossOf, CountItems | None, Reducing, bool]:
+    """Return the loss, what is said of it, and whether that is a sum which is divided by what the user counts.
+
+    Such a sum is a mean then.
+    """
     is_sum = reduction == "sum" or (isinstance(reduction, Mapping) and set(reduction.values()) == {"sum"})
     if num_items is None or not is_sum:
-        return loss_of, num_items, reduction
+        return loss_of, num_items, reduction, False
     # A sum over the window's count is a mean over it, and means are what is weighed. One of a micro-batch that counts
     # nothing belongs to the window's too, as that over all anchors beside a count of those that are an object's.
     counting: CountItems = never_zero(num_items)
@@ -112,16 +116,17 @@ def stated(
         computed, counted = loss_of(model, batch), count_items(counting, batch)
         if not isinstance(counted, dict):
             if isinstance(computed, Computed):
-                return computed._replace(loss=computed.loss / counted, terms={})
-            return computed / counted
+                return computed._replace(loss=computed.loss / divisor_of(counted), terms={})
+            return computed / divisor_of(counted)
         if not isinstance(computed, Computed):
             raise NonScalarLossError("num_items", f"a count for each of {', '.join(counted)}, beside one loss")
-        terms = {name: loss / counted[name] if name in counted else loss for name, loss in computed.terms.items()}
+        divisors = {name: divisor_of(items) for name, items in counted.items()}
+        terms = {name: loss / divisors[name] if name in divisors else loss for name, loss in computed.terms.items()}
         # What was added besides, numbers in the place of losses, is not divided.
         rest = computed.loss.detach() - reduce(add, computed.terms.values()).detach()
         return computed._replace(loss=reduce(add, terms.values()) + rest, terms=terms)
 
-    return divided, counting, None
+    return divided, counting, None, True
 
 
 def _with_shared(loss_fn: Callable[..., Any] | None, training_step: Callable[..., Any] | None) -> LossOf:

@@ -7,15 +7,15 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
 from operator import mul
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, overload
 
 import torch
 
 Count = float | torch.Tensor
 """A number, or a 0-dim tensor that is not read yet, because reading would wait for the device."""
 NONE = 2.0**-100
-"""What a sum that counts no item is divided by, for it may have a value all the same: next to nothing beside any count,
-and a power of two, by which numbers are divided, and multiplied again, without rounding."""
+"""What stands for a count of 0 beside a sum that may have a value all the same: next to nothing beside any count. Such
+a sum is divided by 1, and weighed by 1."""
 Kind = Literal["mean", "sum", "unknown"]
 """How a term averages over samples; unknown where its graph leads to an operation that is not linear."""
 
@@ -350,6 +350,17 @@ def is_multiple(number: float, count: int) -> bool:
     """Return whether a number of either sign is a whole multiple of a count, 0 times excepted."""
     ratio = abs(number) / count
     return math.isfinite(ratio) and ratio >= 1 - 1e-9 and math.isclose(ratio, round(ratio), rel_tol=1e-9)
+
+
+@overload
+def divisor_of(items: float) -> float: ...
+@overload
+def divisor_of(items: torch.Tensor) -> torch.Tensor: ...
+def divisor_of(items: Count) -> Count:
+    """Return what a sum is divided by that counts so many: these, and 1 for ``NONE``."""
+    if isinstance(items, torch.Tensor):
+        return torch.where(items == NONE, 1.0, items)
+    return 1.0 if items == NONE else items
 
 
 def without_none(items: Count) -> Count:

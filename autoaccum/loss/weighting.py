@@ -26,7 +26,7 @@ import torch
 from autoaccum.loss.conclusions import conclude, stands_for_none
 from autoaccum.loss.hypotheses import PLAIN_MEAN, PLAIN_SUM, SUMS, Conclusion, Hypothesis
 from autoaccum.loss.reading import Numbers
-from autoaccum.loss.terms import NONE, Count, Division, Edge, Reduction
+from autoaccum.loss.terms import NONE, Count, Division, Edge, Reduction, divisor_of
 
 
 class Tally:
@@ -64,20 +64,24 @@ class Tally:
         """Return the micro-batches whose count is read at the end."""
         return self._late
 
-    def weight(self, num_samples: int, items: Count, dtype: torch.dtype = torch.float32) -> Count | None:
+    def weight(
+        self, num_samples: int, items: Count, dtype: torch.dtype = torch.float32, *, is_stated: bool = False
+    ) -> Count | None:
         """Return the weight of the next micro-batch, n_j / G; None when it has no items.
 
         Args:
             num_samples: its samples.
             items: its items.
             dtype: of its loss, which the weight is rounded to.
+            is_stated: whether the user counts them, so that they may be ``NONE``.
         """
         if isinstance(items, torch.Tensor):
             # Where nothing is known the first count is read, for the guess is made of it.
             if self._deferred and self._guess:
                 self._late.append(len(self._counts))
                 self._counts.append(items)
-                return items.to(torch.promote_types(dtype, torch.float32)) / self._guess
+                weighed = divisor_of(items) if is_stated else items
+                return weighed.to(torch.promote_types(dtype, torch.float32)) / self._guess
             items = items.item()
         self._counts.append(items)
         if not items or not math.isfinite(items):  # 0, or 0 / 0, the mean over nothing
@@ -90,7 +94,7 @@ class Tally:
             if dtype.itemsize == 2:
                 # The weight is rounded to the loss's type, of 16 bits: a power of two leaves small counts exact.
                 self._guess = power_of_two(self._guess)
-        return items / self._guess
+        return (1.0 if items == NONE else items) / self._guess  # as ``divisor_of`` has it
 
     def take_all(self, items: torch.Tensor) -> float:
         """Take what a window in one piece counts, which is read at its end; return its weight, which is 1."""
@@ -106,15 +110,19 @@ class Tally:
 
     def read(self) -> list[float]:
         """Return the counts of all micro-batches so far; those that were deferred are read in one go."""
+        counts = self.read_apart()
+        # Where none counts more, ``NONE`` stands for 0 in all of them: the window has nothing to be divided by.
+        return counts if any(abs(count) > NONE for count in counts) else [0.0] * len(counts)
+
+    def read_apart(self) -> list[float]:
+        """Return the same of what is a part of a window, in which all may count ``NONE``."""
         # Asked five times a window, by runs with windows of 100 µs too, where nothing was ever deferred.
         if self._late and any(isinstance(count, torch.Tensor) for count in self._counts):
             numbers = Numbers()
             self.want(numbers)
             numbers.read()
             self.take_read(numbers)
-        counts: list[float] = self._counts  # type: ignore[assignment]
-        # Where none counts more, that stands for 0 in all of them: the window has nothing to be divided by.
-        return counts if any(abs(count) > NONE for count in counts) else [0.0] * len(counts)
+        return self._counts  # type: ignore[return-value]
 
     def want(self, numbers: Numbers) -> None:
         """Ask for the counts that are yet to be read."""
@@ -159,7 +167,7 @@ class Tally:
         if min(counts) == max(counts):
             return stacked.sum(dtype=wide) if is_sum else stacked.mean(dtype=wide)
         total = self.total(is_sum)
-        found = [count / total for count in counts]
+        found = [divisor_of(count) / total for count in counts]
         if not stacked.is_cpu:  # where a tensor of them would be copied, for which the host waits
             return torch.stack(torch._foreach_mul(list(stacked.to(wide)), found)).sum()
         return stacked.to(wide) @ torch.tensor(found, dtype=wide, device=stacked.device)

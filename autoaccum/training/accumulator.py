@@ -183,7 +183,7 @@ class Accumulator:
             callbacks=callbacks,
         )  # fmt: skip
         counts = num_items if before_window is None else counting(num_items)
-        loss_of, counts, reduction = stated(checked[loss_function], counts, reduction)
+        loss_of, counts, reduction, divides = stated(checked[loss_function], counts, reduction)
         self._callbacks = checked[_checks.of_event_callbacks]
         self._modules = modules_of(model, loss_fn, training_step, before_window, embed)
         parameters = trainable_parameters(model, self._modules, optimizer)
@@ -226,10 +226,10 @@ class Accumulator:
         self._modes = [layer.training for layer in self._batch_norms]
         job = Job(
             model=model, modules=tuple(self._modules), optimizer=optimizer, loss_of=loss_of, num_items=counts,
-            reduction=reduction if checked[window_loss_of] is None else "sum", before_window=checked[before_window_of],
-            window_loss=checked[window_loss_of], min_micro_batch=min_micro_batch or 1,
-            collate_fn=collate_fn, split=self._split, device=self._device, precision=precision, state=state,
-            batch_norm=checked[statistics_of],
+            divides=divides, reduction=reduction if checked[window_loss_of] is None else "sum",
+            before_window=checked[before_window_of], window_loss=checked[window_loss_of],
+            min_micro_batch=min_micro_batch or 1, collate_fn=collate_fn, split=self._split, device=self._device,
+            precision=precision, state=state, batch_norm=checked[statistics_of],
         )  # fmt: skip
         # What decides what is computed has to be the same on all ranks; how windows are cut is each one's own.
         self._given: dict[str, Any] = {"reduction": reduction, "compression": compression, "batch_norm": batch_norm}

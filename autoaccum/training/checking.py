@@ -134,7 +134,7 @@ def check(
     refuse_ranks(ranks, "check")
     started = clock.now()
     counts = num_items if before_window is None else counting(num_items)
-    loss_of, counts, reduction = stated(checked[loss_function], counts, reduction)
+    loss_of, counts, reduction, divides = stated(checked[loss_function], counts, reduction)
     bare = getattr(model, "_orig_mod", model)  # what torch.compile wraps: it is measured eagerly
     modules = modules_of(bare, loss_fn, training_step, before_window)
     parameters = trainable_parameters(bare, modules)
@@ -147,6 +147,7 @@ def check(
         optimizer=torch.optim.SGD(parameters, lr=0.0),
         loss_of=loss_of,
         num_items=counts,
+        divides=divides,
         reduction=reduction,
         before_window=checked[before_window_of],
         batch_norm=checked[statistics_of].of_few(),

@@ -182,11 +182,13 @@ def validator_of(
         given["data"], seed=0, shuffle=False, device=place.device, collate_fn=given["collate_fn"],
         num_workers=given["num_workers"], split=split,
     )  # fmt: skip
+    metrics = (given.get("metrics") or {}).values()
+    functions = [options["loss_of"], options["num_items"], given["collate_fn"], *metrics]
     # Its micro-batches are found anew in each call: what fits depends on what else there is by then.
     return kind(
         model, modules, source, device=place.device, memory=place.memory, limit=place.limit,
         limits=Limits(place.limit.bytes, HEADROOM), patience=_PATIENCE,
-        snapshot=Snapshot(modules, place.device, [options["loss_of"], options["num_items"]]), **options,
+        snapshot=Snapshot(modules, place.device, functions), **options,
     )  # fmt: skip
 
 

@@ -432,7 +432,7 @@ def step_of(
     micro_batch = arguments.micro_batch
     fixed = micro_batch if isinstance(micro_batch, int) else max((max(plan) for plan in plans), default=None)
     num_items = arguments.num_items if checked[before_window_of] is None else counting(arguments.num_items)
-    loss_of, num_items, reduction = stated(checked[loss_function], num_items, arguments.reduction)
+    loss_of, num_items, reduction, divides = stated(checked[loss_function], num_items, arguments.reduction)
     window_loss = checked[window_loss_of]
     job = Job(
         model=step_model,
@@ -440,6 +440,7 @@ def step_of(
         optimizer=optimizer,
         loss_of=loss_of,
         num_items=num_items,
+        divides=divides,
         reduction=reduction if window_loss is None else "sum",  # which its stand-in is
         before_window=checked[before_window_of],
         window_loss=window_loss,

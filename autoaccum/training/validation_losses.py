@@ -15,7 +15,7 @@ import torch
 
 from autoaccum.loss.conclusions import conclude, stands_for_none
 from autoaccum.loss.reading import Numbers
-from autoaccum.loss.terms import Count, Reduction, without_none
+from autoaccum.loss.terms import Count, Reduction, divisor_of, without_none
 from autoaccum.memory.oom import insist
 from autoaccum.window.ending import Late
 from autoaccum.window.terms import REST, Terms, named_loss
@@ -167,7 +167,7 @@ def _joined_term(values: list[tuple[int, float, Reduction]]) -> float | None:
         return None
     counts = [float(reduction.items) for _, _, reduction in there]
     found = conclude([size for size, _, _ in there], [reduction for _, _, reduction in there])
-    weighted = sum(value * count for (_, value, _), count in zip(there, counts, strict=True))
+    weighted = sum(value * divisor_of(count) for (_, value, _), count in zip(there, counts, strict=True))
     # A sum has the same divisor in every micro-batch, whatever is in it; divided by one of them it is the sum of all.
     # Of a single micro-batch there is nothing to compare, and both are the same.
     return weighted / (counts[0] if found.is_sum and len(there) > 1 else sum(counts))

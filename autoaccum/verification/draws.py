@@ -10,6 +10,7 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import Any
 
 import torch
@@ -39,6 +40,22 @@ class UnsettledError(Exception):
     """A draw that neither rows nor a constant can stand in for."""
 
 
+_reads: ContextVar[bool] = ContextVar("reads", default=False)
+
+
+@contextmanager
+def reading() -> Iterator[None]:
+    """Let whatever is drawn within go its way: what data draw while they are read is drawn anew for each part.
+
+    By seeds of their own, so that it has no rows to keep, and would be taken for what the model draws.
+    """
+    token = _reads.set(True)
+    try:
+        yield
+    finally:
+        _reads.reset(token)
+
+
 class Draws(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """A mode in which random operations are watched, or stood in for, and nothing is rounded to 16 bits."""
 
@@ -59,6 +76,8 @@ class Draws(TorchDispatchMode):  # type: ignore[no-untyped-call]
     ) -> Any:
         """Run an operation, or what stands for it."""
         kwargs = kwargs or {}
+        if _reads.get():
+            return func(*args, **kwargs)
         if torch.Tag.nondeterministic_seeded in func.tags:
             generator = kwargs.get("generator")
             before = state_of(generator)

@@ -459,21 +459,22 @@ class Examiner:
             found = self._settle_doubts(window, here, hypothesis, most, said)
         if found is not None:
             self._fail(*found, said)
-        if not gradient.dropped:
-            return
         hypothesis = hypothesis or readings.likely(self._job, gradient)
-        error = self._micro_batches.dropped(window, here, hypothesis)
+        lost = here.uncounted if hypothesis == "num_items" else ()
+        if not (gradient.dropped or lost):
+            return
+        error = self._micro_batches.dropped(window, replace(here, dropped=(*here.dropped, *lost)), hypothesis)
         if error == math.inf:  # the loss of the whole is not a number either
             self._transaction.drops_nan = self._transaction.drops_gradients = False
             # The loss of a first window, which was finite without them, is looked at once more.
             self.is_checked = self.is_checked and self._checked_in != self._number
         elif error:
-            notice = notices.uncounted_notice if hypothesis == "num_items" else notices.dropped_notice
+            notice = notices.uncounted_notice if lost else notices.dropped_notice
             self._fail(notice(error), error, said)
         elif error is not None:
             self._kinds.accept_nothing()
             self._transaction.signs.knows_nothing = True
-        elif not (self._kinds.nothing_is_known or hypothesis == "num_items"):
+        elif not (self._kinds.nothing_is_known or lost):
             self._refuse_or_say(notices.unmeasured_notice("a loss that is not a number may count nothing"), None, said)
 
     def _settle_doubts(

@@ -216,7 +216,7 @@ class Measurement:
         if self.moved and not self._forward_only and self.tolerance < TOLERANCE:
             self.tolerance = OF_STATE
         self._loss = gradient.loss.detach()
-        if not math.isfinite(self._loss) or self._is_divided_by_none():
+        if not math.isfinite(self._loss) or self.is_divided_by_none():
             self._put_back()
             raise NotFiniteError
         self._wanted: list[torch.Tensor | None] = [p.grad for p in self.parameters]
@@ -225,11 +225,11 @@ class Measurement:
             p.grad = None
         self._put_back()
 
-    def _is_divided_by_none(self) -> bool:
+    def is_divided_by_none(self) -> bool:
         """Return whether a sum of all samples is divided by a count of none."""
         if self.job.num_items is None:
             return False
-        counted = count_items(self.job.num_items, self.make(tuple(range(self.num_samples))))
+        counted = count_items(self.job.num_items, self._given(tuple(range(self.num_samples))))
         return NONE in (map(float, counted.values()) if isinstance(counted, dict) else [float(counted)])
 
     def cuts(self, smallest: int) -> list[Cut]:

@@ -14,6 +14,8 @@ from autoaccum.memory.oom import RanOut, attempt
 from autoaccum.verification import notices, readings
 from autoaccum.verification.comparison import MAY_BE_ROUNDING, MOST_ROUNDING, tolerance_of
 from autoaccum.verification.counts import by_counts
+from autoaccum.verification.draws import UnsettledError
+from autoaccum.verification.findings import FOREIGN
 from autoaccum.verification.floors import is_right_in_64_bits
 from autoaccum.verification.kinds import Kinds
 from autoaccum.verification.measurement import Measurement, NotFiniteError
@@ -237,6 +239,8 @@ def measure_part(
                 return 0.0, other
             if tolerance < error < MAY_BE_ROUNDING:  # as in ``decide``
                 tolerance = max(tolerance, measurement.floor())
+            if error > tolerance and measurement.draws_foreign:
+                raise UnsettledError(FOREIGN)
             is_right = error <= tolerance or (
                 error < MOST_ROUNDING and is_right_in_64_bits(measurement, [cut], hypothesis)
             )
@@ -285,6 +289,8 @@ def measure_joined(
     def measured() -> float:
         chosen = [*parts[0], *parts[1]]
         with Measurement(job, window, chosen, rewind=rewind, like=like, forward_only=True) as measurement:
+            if measurement.is_divided_by_none():
+                return 0.0  # of some term, which has no mean in these
             joined = partial(measurement.joined_error, len(parts[0]), weights, is_sum=hypothesis == "sum")
             if by_terms:
                 joined = partial(measurement.joined_error_by_terms, len(parts[0]), hypothesis)

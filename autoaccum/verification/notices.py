@@ -346,7 +346,8 @@ def part_of_state_notice() -> Notice:
     return Notice(
         cause="What forwards write to state depends on their samples, as in queues and codebooks, and with "
         'state="window" a window leaves what its last micro-batch has written',
-        consequence="The next window finds the state of some of the samples: its loss is not that of whole windows",
+        consequence="The next window finds the state of some of the samples: where its loss reads that, it is not "
+        "that of whole windows",
         cure="Write it in before_window=, which has all samples of a window, or pass micro_batch= the whole window if "
         "it fits",
     )

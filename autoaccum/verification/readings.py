@@ -122,7 +122,7 @@ def doubts(job: Job, gradient: Gradient, met: Met, shown: Sequence[Reduction]) -
         return [*said, _of_coupling(job)]
     if job.num_items is not None:
         # What the user says is compared with what the losses show, of every micro-batch or not at all.
-        if len(shown) == len(gradient.sizes):
+        if len(shown) == len(gradient.sizes) and not job.divides:
             # A count of 0 is no contradiction to one that was kept from 0.
             claimed = claims(gradient)
             rows = [row for row in zip(claimed, gradient.sizes, shown, strict=True) if row[0] or not is_one(row[2])]

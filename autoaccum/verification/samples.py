@@ -9,11 +9,11 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch.utils._python_dispatch import _disable_current_modes
 
 from autoaccum.data import batches
 from autoaccum.data.randomness import collated_otherwise, preserved_randomness
 from autoaccum.memory.oom import RanOut, attempt
+from autoaccum.verification.draws import reading
 from autoaccum.verification.findings import Part
 from autoaccum.verification.leaves import numbers_of
 from autoaccum.window.job import Job
@@ -205,9 +205,7 @@ class Parts:
 
     def make(self, part: Part) -> Any:
         """Return some of the samples as a batch, as the window makes it of them alone, on the device."""
-        # What data draw while they are read is drawn anew for each part, by seeds of their own: it has no rows to keep,
-        # and would be taken for what the model draws.
-        with _disable_current_modes():
+        with reading():
             made = self._made(part)
         return self._convert(made)
 

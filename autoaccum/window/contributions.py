@@ -18,6 +18,7 @@ from typing import Any, Protocol
 import torch
 from torch.autograd.graph import get_gradient_edge
 
+from autoaccum.loss.terms import NONE
 from autoaccum.planning.noise import Noise, Part, estimate
 
 Before = list[tuple[torch.Tensor, torch.Tensor]]
@@ -221,6 +222,8 @@ def parts(
     unit = correction / loss_scale
     squares = {index: (norm * unit) * (norm * unit) for index, norm in zip(norms, added, strict=True)}
     sign = math.copysign(1, sum(counts))  # a loss that is minus a mean has counts below 0
+    # A sum that may count none has no more of a gradient where it counts more.
+    is_sum = is_sum or NONE in counts
     found = []
     for index, (size, count) in enumerate(zip(sizes, counts, strict=True)):
         found.append((size, size if is_sum else sign * count, squares[index] if count else 0.0))

@@ -47,6 +47,8 @@ class Gradient:
     own: tuple[int, ...] = ()
     """Those of the micro-batches that this rank has run: all of them, where there is one."""
     # These are for an examiner alone: see ``verification``.
+    uncounted: tuple[int, ...] = ()
+    """Where micro-batches begin that the user says count nothing, until they were measured to add nothing."""
     dropped: tuple[int, ...] = ()
     """Where micro-batches begin whose loss was not a number, and which count nothing."""
     counts: tuple[float, ...] = ()
@@ -78,6 +80,7 @@ class Gradient:
             reductions=self.reductions[:count],
             suspects=tuple(index for index in self.suspects if index < count),
             doubts=tuple(doubt for doubt in self.doubts if doubt.index < count),
+            uncounted=tuple(start for start in self.uncounted if start < num_samples),
             dropped=tuple(start for start in self.dropped if start < num_samples),
         )
 
@@ -115,7 +118,8 @@ class Signs:
 
     __slots__ = (
         "_graphs", "_late", "_modes", "_ties", "compares_ones", "compares_samples", "has_suspects",
-        "have_changed", "is_counted", "knows_nothing", "least", "next_look", "short_below", "watches_least",
+        "have_changed", "is_counted", "knows_nothing", "least", "next_look", "num_visible", "short_below",
+        "watches_least",
     )  # fmt: skip
 
     def __init__(self) -> None:
@@ -142,6 +146,8 @@ class Signs:
         """Whether the user counts items, which is measured where they are the fewest."""
         self.knows_nothing = True
         """Whether micro-batches that count nothing are known to add nothing; for whoever measures it to set."""
+        self.num_visible = math.inf
+        """The first samples of a window, which can be measured; for whoever joins ranks to set."""
         self.have_changed = False
         """Whether a window has shown what was not seen before; for whoever has looked into it to take back."""
 
@@ -203,12 +209,14 @@ class Signs:
         self.compares_ones, self._modes = state["compares_ones"], state["modes"]
         self.least, self._ties = state.get("least", self.least), state.get("ties", 0)
 
-    def uncounted(self, sizes: Sequence[int], counts: Sequence[float]) -> list[int]:
+    def uncounted(self, sizes: Sequence[int], counts: Sequence[float]) -> tuple[int, ...]:
         """Return where micro-batches begin that count nothing, as long as they are not known to add nothing."""
         if self.knows_nothing or all(counts):
-            return []
-        self.have_changed = True
-        return [start for start, count in zip(accumulate(sizes, initial=0), counts, strict=False) if not count]
+            return ()
+        starts = zip(accumulate(sizes, initial=0), counts, strict=False)
+        found = tuple(start for start, count in starts if not count and start < self.num_visible)
+        self.have_changed = self.have_changed or bool(found)
+        return found
 
     def of_modes(self, modes: list[bool]) -> None:
         """Take whether each module is in training mode."""

@@ -36,6 +36,8 @@ class Job:
     # Where a user passes one it is what counts; an examiner says so if the losses contradict it.
     num_items: CountItems | None = None
     """(micro-batch) -> how many items its loss is a mean over; None where that is read off the loss."""
+    divides: bool = False
+    """Whether the loss is a sum, as the user says, that ``loss_of`` divides by what these are."""
     reduction: Reducing = None
     """What the user says that the loss is, or each of several."""
     before_window: BeforeWindow | None = None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
@@ -18,7 +19,7 @@ from autoaccum.ranks import rows
 from autoaccum.ranks.balance import Stint
 from autoaccum.ranks.channel import undisturbed
 from autoaccum.ranks.group import Group
-from autoaccum.ranks.shares import argument_of, num_of_all_ranks
+from autoaccum.ranks.shares import Share, argument_of, num_of_all_ranks
 from autoaccum.ranks.summing import Compression
 from autoaccum.window.batch_norm import Moved
 from autoaccum.window.ending import Ending
@@ -83,7 +84,7 @@ class Joined:
 def told(trained: Sequence[torch.Tensor], tally: Tally, **found: Any) -> Told:
     """Return what this rank tells of its micro-batches."""
     # What an accelerator has counted was read with all else at the share's end.
-    counts = tuple(tally.read())
+    counts = tuple(tally.read_apart())
     return Told(counts=counts, late=tuple(tally.late), guess=tally.guess, gradients=rows.told(trained), **found)
 
 
@@ -276,6 +277,8 @@ class SharedTransaction(Transaction):
         self._sizes, self._reductions, self._losses = joined.sizes, joined.reductions, joined.losses
         self._tally, self._dropped, self._norms = joined.tally, joined.dropped, joined.norms
         self.signs.have_changed = joined.has_changed
+        # Of batches of the ranks' own the first one can measure no more than its part.
+        self.signs.num_visible = math.inf if isinstance(self._window, Share) else sum(heard[0].sizes)
         self._mark = self._known()
         factor = own.guess / joined.tally.guess if joined.tally.guess else 1.0
         self._add_up(trained, joined.gradients, factor, overlaps=overlaps)

@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 
 from autoaccum.data import randomness
-from autoaccum.data.randomness import generator_state, set_generator_state
+from autoaccum.data.randomness import bytes_of, generator_state, set_generator_state
 from autoaccum.memory.oom import insist
 from autoaccum.window.attributes import is_expanded
 from autoaccum.window.surroundings import is_generator, surroundings_of
+
+T = TypeVar("T")
 
 
 class Snapshot:
@@ -82,6 +84,21 @@ class Snapshot:
                     copies[id(buffer)] = (buffer, buffer.detach().clone())
         _copy([(copy, buffer) for buffer, copy in stale])
         self._copies = copies
+
+    def read_by(self, read: Callable[[], T]) -> T:
+        """Return what is read of the data; a generator that they draw from, too, is put back no more.
+
+        What was read is kept when a window is run again, and its draws would be drawn a second time.
+        """
+        if not self._generators:
+            return read()
+        before = list(map(bytes_of, self._generators))
+        try:
+            return read()
+        finally:
+            held = zip(self._generators, self._drawn, before, strict=True)
+            still = [(one, state) for one, state, was in held if bytes_of(one) == was]
+            self._generators, self._drawn = [one for one, _ in still], [state for _, state in still]
 
     def restore(self) -> None:
         """Put the remembered state back; it may be done again.

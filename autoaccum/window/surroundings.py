@@ -79,7 +79,9 @@ def surroundings_of(functions: Iterable[object]) -> Surroundings:
         if isinstance(thing, _PLAIN) or key in seen or depth > _DEEPEST:
             continue
         seen.add(key)
-        stack.extend((held, depth + 1) for held in _held_by(thing, found))
+        # What we wrap functions in is no step of the user's.
+        is_ours = isinstance(thing, types.FunctionType) and (thing.__module__ or "").startswith("autoaccum.")
+        stack.extend((held, depth + (not is_ours)) for held in _held_by(thing, found))
     return found
 
 

@@ -26,7 +26,7 @@ from autoaccum.loss.mistakes import refuse_unknown
 from autoaccum.loss.reading import Numbers
 from autoaccum.loss.reductions import read, without_graph
 from autoaccum.loss.stated import Computed
-from autoaccum.loss.terms import Count, Division, Edge, Reduction, Term, without_none
+from autoaccum.loss.terms import Count, Division, Edge, Reduction, Term, divisor_of, without_none
 from autoaccum.loss.values import Values
 from autoaccum.loss.weighting import Tally, guarded, weighed
 from autoaccum.window.kept import InDoubt, Least, doubtful, least_of
@@ -266,10 +266,10 @@ class Terms:
         # Of a window in one piece there is nothing to guess.
         if self._deferred and isinstance(items, torch.Tensor) and is_whole:
             column.tally.take_all(items)
-            # What is divided by ``NONE`` is no 0 / 0, which nothing would go through.
+            # Where it is ``NONE`` there is no 0 / 0, which nothing would go through.
             weight: Count | None = 1.0 if entry.term is not None else (items != 0).to(torch.float32)
         else:
-            weight = column.tally.weight(num_samples, items, dtype)
+            weight = column.tally.weight(num_samples, items, dtype, is_stated=entry.term is None)
         column.shown.append((num_samples, entry.term))
         column.items.append(entry.items)
         column.places.append(len(self._sizes) - 1)
@@ -531,7 +531,7 @@ class Terms:
         """Return how much of the window's term each micro-batch is that has it."""
         counts = column.tally.read()
         total = column.total() if any(counts) else 1.0
-        return [count / total for count in counts]
+        return [divisor_of(count) / total for count in counts]
 
     def _rest(self, name: str) -> torch.Tensor:
         """Return what no term of a loss is seen to be: constants, and terms whose values were not seen."""

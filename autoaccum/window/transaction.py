@@ -200,7 +200,7 @@ class Transaction:
         """
         if self._found is not None and self._sizes:
             self._found.restore(random=False)  # so that each finds the state that the whole window would
-        batch = self._window.micro_batch(piece.start, piece.size)
+        batch = self.snapshot.read_by(lambda: self._window.micro_batch(piece.start, piece.size))
         # What fails with the reading of the data, above, would fail again, and may not be read twice.
         try:
             self._compute(batch, piece)
@@ -319,8 +319,8 @@ class Transaction:
             # Python's own numbers raise where tensors give NaN. The window may well have items, and then it is fine.
             if num_samples == self._num_samples:
                 raise
-            self._divided_by_zero = error
-            self._drop()
+            self._divided_by_zero, self.signs.have_changed = error, True
+            self._dropped.append(sum(self._sizes))
             return None
         self._nodes = count_nodes() - before
         return loss
@@ -331,21 +331,18 @@ class Transaction:
             # Where some of its terms have items, it is they that are to be weighed by themselves.
             if not has_some(reduction):
                 reduction = NOTHING
-                self._drop()
+                self._dropped.append(sum(self._sizes))
+                self.signs.have_changed = True  # that it counts nothing is a guess, which is to be measured
             self._tally.weight(num_samples, 0.0)
             self._losses.append(None)
             return
-        weight = self._tally.weight(num_samples, reduction.items, loss.dtype)
+        is_stated = self._job.num_items is not None
+        weight = self._tally.weight(num_samples, reduction.items, loss.dtype, is_stated=is_stated)
         if weight is None:
             self._losses.append(None)
             return
         self._losses.append(loss.detach())
         self._backward(partial(self._accumulate, loss, weight, reduction, num_samples / self._num_samples), num_samples)
-
-    def _drop(self) -> None:
-        """Leave the micro-batch of now out: that it counts nothing is a guess, which is to be measured."""
-        self._dropped.append(sum(self._sizes))
-        self.signs.have_changed = True
 
     def _counts_nothing(self, loss: torch.Tensor, num_samples: int) -> bool:
         """Return whether the loss of a part of a window is not a number, as a mean over nothing is."""
@@ -377,8 +374,8 @@ class Transaction:
         """Leave out the last micro-batch where its gradient is not finite; return whether that is so."""
         if is_left_out := not math.isfinite(norm.item()):
             self._tally.leave_out(len(self._sizes))
-            self._losses[-1] = None
-            self._drop()
+            self._losses[-1], self.signs.have_changed = None, True  # as where a loss is not a number
+            self._dropped.append(sum(self._sizes))
         return is_left_out
 
     def _accumulate(self, loss: torch.Tensor, weight: Count, reduction: Reduction, share: float) -> None:
@@ -448,7 +445,8 @@ class Transaction:
             items=sum(counts),
             parts=parts,
             noise=noise,
-            dropped=(*self._dropped, *self.signs.uncounted(sizes, counts)),
+            dropped=tuple(self._dropped),
+            uncounted=self.signs.uncounted(sizes, counts),
             counts=tuple(counts),
             reductions=tuple(reductions),
             suspects=suspects,
@@ -513,7 +511,8 @@ class Transaction:
             items=sum(counting),
             parts=parts,
             noise=noise,
-            dropped=(*self._dropped, *self.signs.uncounted(sizes, in_all)),
+            dropped=tuple(self._dropped),
+            uncounted=self.signs.uncounted(sizes, in_all),
             counts=tuple(counting),
             reductions=tuple(self._reductions),
             doubts=doubts,

@@ -6,6 +6,7 @@ import warnings
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -317,9 +318,9 @@ def test_a_sum_of_a_window_that_counts_none_takes_no_step(micro_batch: int) -> N
 
 
 @pytest.mark.device
-@pytest.mark.filterwarnings("ignore:It could not be measured")
+@pytest.mark.parametrize("micro_batch", [4, 1])
 @pytest.mark.parametrize("none", [True, False])
-def test_a_sum_of_several_is_divided_by_what_each_counts(none: bool) -> None:
+def test_a_sum_of_several_is_divided_by_what_each_counts(none: bool, micro_batch: int) -> None:
     """One of them may count nothing in the window, and adds nothing then, by name and to the gradient."""
 
     def summed(model: Any, batch: Any) -> dict[str, torch.Tensor]:
@@ -330,20 +331,22 @@ def test_a_sum_of_several_is_divided_by_what_each_counts(none: bool) -> None:
         "tokens": lambda batch: len(batch[0]),
     }
     batch = there((data()[0], data()[1].clamp(min=0)))
+    told: list[Any] = []
     big, model = there(PerToken()), there(PerToken())
     expected = tokens(F.cross_entropy)(big, batch)
     if not none:
         expected = expected + anchors(big, batch) / objects(batch)
     expected.backward()
     running = autoaccum.Accumulator(
-        model, torch.optim.SGD(model.parameters(), lr=0.0), training_step=summed, micro_batch=4, reduction="sum",
-        num_items=counts,
+        model, torch.optim.SGD(model.parameters(), lr=0.0), training_step=summed, micro_batch=micro_batch,
+        reduction="sum", num_items=counts, callbacks=[told.append],
     )  # fmt: skip
     for _ in range(2):
         loss = running.step(batch)
         assert relative_error(gradient_of(model), gradient_of(big)) < 1e-12
         assert float(loss) == pytest.approx(expected.item(), rel=1e-12)
         assert ("loss/all" in running.outputs) is not none
+    assert [event for event in told if isinstance(event, Notice)] == []
 
 
 @pytest.mark.device
@@ -391,6 +394,27 @@ def test_a_count_of_none_without_a_loss_is_measured_once() -> None:
         running.step(there((inputs, targets)))
     assert [event for event in told if isinstance(event, Notice)] == []
     assert len([event for event in told if isinstance(event, Verified)]) == 1
+
+
+@pytest.mark.filterwarnings("ignore:It could not be measured")
+def test_of_a_count_of_none_beside_foreign_draws_nothing_is_told() -> None:
+    """For no two micro-batches draw the same."""
+    generator = np.random.default_rng(0)
+
+    def noisy(model: Any, batch: Any) -> torch.Tensor:
+        noise = there(torch.from_numpy(generator.standard_normal(batch[0].shape)))
+        return clamped_mean(model, (batch[0] + noise, batch[1]))
+
+    model = there(PerToken())
+    told: list[Any] = []
+    running = autoaccum.Accumulator(
+        model, torch.optim.SGD(model.parameters(), lr=0.0), training_step=noisy, micro_batch=1,
+        num_items=lambda batch: (batch[1] != -100).sum(), callbacks=[told.append],
+    )  # fmt: skip
+    for _ in range(3):
+        running.step(there(data()))
+    notices = [event for event in told if isinstance(event, Notice)]
+    assert [notice.cause[:24] for notice in notices] == ["It could not be measured"]
 
 
 def test_weights_by_samples_would_be_wrong() -> None:

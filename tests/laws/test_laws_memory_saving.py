@@ -277,6 +277,7 @@ class TestBeside:
         ],
         ids=lambda options: next(iter(options)),
     )
+    @pytest.mark.filterwarnings("ignore:What forwards write to state depends on their samples")
     def test_of_a_run(self, options: dict[str, Any]) -> None:
         plain, _ = fit(UNLIMITED, memory_saving="off", **options)
         found, _ = fit(UNLIMITED, memory_saving="checkpoint", **options)

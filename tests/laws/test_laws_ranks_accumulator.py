@@ -110,6 +110,10 @@ LOOPS: dict[str, dict[str, Any]] = {
     "a sum, as is said": {
         "loss_fn": lambda outputs, targets: cross_entropy(outputs, targets, reduction="sum"), "reduction": "sum",
     },
+    "a sum over what some count none of": {
+        "loss_fn": lambda outputs, targets: cross_entropy(outputs, targets.clamp(min=0), reduction="sum"),
+        "reduction": "sum", "num_items": lambda batch: (batch[1] == 1).sum(),
+    },
     "samples of many lengths": {"loss_fn": None, "training_step": tokens, "collate_fn": padded, "samples": TEXTS},
     "a closure": {"optimizer": lambda parameters: torch.optim.LBFGS(parameters, lr=0.1, max_iter=3), "steps": 4},
 }  # fmt: skip

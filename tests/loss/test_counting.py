@@ -10,6 +10,7 @@ import torch
 from autoaccum.errors import ArgumentError, ArgumentTypeError
 from autoaccum.loss.counting import count_each, count_items, never_zero
 from autoaccum.loss.terms import NONE, without_none
+from autoaccum.testing import oom_at
 from tests.devices import there
 
 BATCH = torch.tensor([1, -100, 3])
@@ -57,3 +58,8 @@ def test_a_count_of_0_may_be_next_to_nothing(none: Any) -> None:
     assert count_items(never_zero([lambda batch: none, len]), BATCH).keys() == {"0", "1"}
     with pytest.raises(ArgumentTypeError, match=r"^num_items\(micro-batch\)='many'"):
         count_items(never_zero(lambda batch: "many"), BATCH)
+
+
+def test_memory_that_runs_out_while_a_count_is_read_is_no_count() -> None:
+    with oom_at(1), pytest.raises(torch.OutOfMemoryError):
+        never_zero(lambda batch: batch)(torch.zeros(()))

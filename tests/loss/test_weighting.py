@@ -12,8 +12,10 @@ from torch import nn
 import autoaccum
 from autoaccum.errors import ArgumentError
 from autoaccum.loss.counting import count_items
-from autoaccum.loss.weighting import make_own
+from autoaccum.loss.terms import NONE
+from autoaccum.loss.weighting import Tally, make_own
 from autoaccum.testing import oom_at
+from tests.devices import DEVICE
 
 BATCH = {"labels": torch.tensor([[1, -100], [2, 3]])}
 
@@ -110,3 +112,21 @@ def test_a_window_has_its_gradient_where_parameters_share_theirs(micro_batch: in
     for (name, p), expected in zip(sorted(model.named_parameters()), parameters, strict=True):
         assert expected.grad is not None
         torch.testing.assert_close(before[name] - p, expected.grad, rtol=1e-12, atol=1e-15)
+
+
+@pytest.mark.device
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
+def test_a_sum_that_counts_none_is_weighed_by_one(dtype: torch.dtype) -> None:
+    """And not by what stands for its count, by which numbers of 16 bits would be infinite."""
+    for deferred in (False, True):
+        tally = Tally(8, deferred=deferred, total=64.0)
+        counts = [torch.tensor(count, device=DEVICE) if deferred else count for count in (3.0, NONE, 5.0)]
+        weights = [tally.weight(2, count, dtype, is_stated=True) for count in counts]
+        assert [float(weight) for weight in weights if weight is not None] == [3 / 64, 1 / 64, 5 / 64]
+        losses = [torch.tensor(value, dtype=dtype, device=DEVICE) for value in (2.0, 1000.0, 4.0)]
+        assert float(tally.loss(losses, is_sum=False)) == pytest.approx((6 + 1000 + 20) / 8, rel=1e-6)
+        assert tally.correction(is_sum=False) == 8.0
+    # Of a share of a window in which none counts more it is not known yet whether others do.
+    tally = Tally(8, deferred=False, total=64.0)
+    tally.weight(4, NONE)
+    assert (tally.read(), tally.read_apart()) == ([0.0], [NONE])

@@ -21,7 +21,7 @@ from tests.verification.others.harness import Loop, check, run
 pytestmark = pytest.mark.filterwarnings("ignore")  # what is said is looked at among the events
 
 EACH = pytest.mark.parametrize("holder", HOLDERS)
-FAULTS = 12
+FAULTS = 20
 """Of the operations of a run, evenly spread, at which memory runs out."""
 
 

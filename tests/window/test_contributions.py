@@ -11,6 +11,7 @@ from torch import nn
 from torch.nn.functional import cross_entropy
 from torch.utils.checkpoint import checkpoint
 
+from autoaccum.loss.terms import NONE
 from autoaccum.training.accumulator import _Batch
 from autoaccum.window import contributions
 from tests.models import classes, mlp, same
@@ -301,3 +302,14 @@ def plainly(model: Any, inputs: torch.Tensor) -> torch.Tensor:
     for _ in range(2):
         x = model.inner(x).tanh()
     return model.out(x)  # type: ignore[no-any-return]
+
+
+def test_a_sum_that_counts_none_has_a_gradient_as_its_samples_have() -> None:
+    """By which the noise is told: what it counts says nothing of its gradient."""
+    norms = {index: torch.tensor(1.0) for index in range(3)}
+    given: Any = (4, 2, 2), (3.0, NONE, 1.0), norms, torch.tensor(1.0), torch.tensor(1.0)
+    found, _ = contributions.parts(*given, is_sum=False, correction=1.0)
+    assert [items for _, items, _ in found] == [4, 2, 2]
+    given = (4, 2, 2), (3.0, 2.0, 1.0), *given[2:]
+    found, _ = contributions.parts(*given, is_sum=False, correction=1.0)
+    assert [items for _, items, _ in found] == [3.0, 2.0, 1.0]

@@ -307,3 +307,21 @@ def test_generators_of_the_users_own_go_back() -> None:
     assert step() == first
     snapshot.restore_random()
     assert step() == first
+
+
+def test_a_generator_that_data_draw_from_too_is_not_put_back() -> None:
+    """What was read stays read, so that its draws would be drawn once more."""
+    shared, own = torch.Generator(), torch.Generator()
+
+    def step() -> list[float]:
+        return [torch.rand((), generator=one, device="cpu").item() for one in (shared, own)]
+
+    snapshot = Snapshot([], HERE, [step])
+    snapshot.take()
+    read = snapshot.read_by(lambda: torch.rand((), generator=shared, device="cpu").item())
+    first = step()
+    snapshot.restore()
+    later = step()
+    assert later[1] == first[1]
+    assert len({read, first[0], later[0]}) == 3
+    assert Snapshot([], HERE).read_by(lambda: 3) == 3

@@ -12,6 +12,7 @@ import numpy as np
 import torch
 from torch import nn
 
+from autoaccum.loss.functions import loss_function, stated
 from autoaccum.window.surroundings import Surroundings, outermost, records_among, surroundings_of
 
 LAYER = nn.Linear(1, 1)
@@ -192,3 +193,20 @@ def test_records_are_what_is_no_more_than_data() -> None:
     round_about.own = round_about  # type: ignore[attr-defined]
     values = [outer, Closed(), locked, working, chain, round_about, nn.Linear(1, 1), 3, "a", [inner], torch.zeros(1)]
     assert records_among(values) == [outer, inner, round_about]
+
+
+def test_what_we_wrap_a_function_in_is_no_step_to_what_it_holds() -> None:
+    generator = torch.Generator()
+
+    class Task:
+        def __init__(self) -> None:
+            self.held = [generator]
+
+        def step(self, model: Any, batch: Any) -> Any:
+            return self.held
+
+    step = Task().step
+    assert surroundings_of([step]).generators == [generator]
+    wrapped = loss_function(None, step, None)
+    wrapped, _, _, _ = stated(wrapped, len, "sum")
+    assert surroundings_of([wrapped]).generators == [generator]
