@@ -75,8 +75,15 @@ def conclude(sizes: Sequence[int], reductions: Sequence[Reduction], is_doubtful:
         _may_be_kept(sizes, terms, counts) for terms, counts in zip(columns, divisors, strict=True)
     )
     if (is_doubtful or kept_from_0) and not is_sum:
-        return Conclusion(is_sum, ("it divides by 1, which may be the count of one or, kept from 0, of none", _COUNT))
+        kept = "it divides by 1, which may be the count of one or, kept from 0, of none"
+        return Conclusion(is_sum, (kept, DIVIDED_LATER))
     return Conclusion(is_sum, _doubt_of_constants(sizes, reductions, is_sum))
+
+
+DIVIDED_LATER = (
+    'Return the sum alone, divided by nothing, with reduction="sum" and num_items=(micro-batch) -> its share of what '
+    "the sum of the whole window is divided by"
+)
 
 
 def num_contributing(losses: Sequence[torch.Tensor | None], reductions: Sequence[Reduction]) -> int:

@@ -49,6 +49,7 @@ from autoaccum.verification.verdict import measure
 from autoaccum.window.batch_norm import refuse_unseen, statistics_of
 from autoaccum.window.before import SharedStretch, before_window_of, counting, loss_alone, sharing_of
 from autoaccum.window.job import Job
+from autoaccum.window.modules import into_training
 from autoaccum.window.optimizers import trainable_parameters
 from autoaccum.window.raised import tell_micro_batch
 from autoaccum.window.state import State
@@ -174,8 +175,7 @@ def check(
         with room_for_model(memory, limit.bytes, parameters):
             for module in modules:
                 module.to(on)
-            if not model.training:  # one in training mode may hold layers that were frozen in eval mode on purpose
-                model.train()
+            into_training(model)
             build_lazy_layers(model, modules, examples, _alone(job), job.autocast, on)
             # To move some makes others of them.
             job = replace(job, optimizer=torch.optim.SGD(trainable_parameters(bare, modules), lr=0.0))
@@ -262,15 +262,20 @@ class _Check:
         verdict = measure(self._job, self._window, order[0], most=most, written=shown.written)
         if verdict.decision is None:
             return self._not_measured(verdict, started)
+        # Where parts count 1 for none, and have a loss: a run is exact until it meets one, and a check tells of them.
+        ones, decision = verdict.ones, verdict.decision
+        self._is_kept = ones is not None and not ones.passed and decision.passed and not decision.ones_are_none
+        if ones is not None and self._is_kept:
+            decision = ones
         try:
-            detailed = attempt(partial(self._in_detail, verdict, verdict.decision, order, shown.written))
+            detailed = attempt(partial(self._in_detail, verdict, decision, order, shown.written))
         except ZeroGradientError:  # but for rounding, which is another each time
             return self._not_measured(
                 replace(verdict, unmeasured="the gradient of a few samples is 0", is_passing=True), started
             )
         if isinstance(detailed, RanOut):
             return self._not_measured(replace(verdict, unmeasured="memory ran out in the attempt"), started)
-        return self._measured(verdict, verdict.decision, detailed, shown, started)
+        return self._measured(verdict, decision, detailed, shown, started)
 
     def _look(self) -> _Shown:
         """Run some samples forward: whole, as training would, and in parts, whose graphs show what the loss may be.
@@ -348,8 +353,9 @@ class _Check:
             measurement.run_whole()
             self._untrained = notices.untrained_notice(self._job.modules, measurement.trained)
             for hypothesis in dict.fromkeys([decision.hypothesis, *order]):
+                are_none = decision.ones_are_none and hypothesis == decision.hypothesis
                 try:
-                    found[hypothesis] = outcome = _run(measurement, decision.cuts, hypothesis)
+                    found[hypothesis] = outcome = _run(measurement, decision.cuts, hypothesis, ones_are_none=are_none)
                     # It has passed under constants in the place of draws, then, and so are the others measured.
                     is_held = hypothesis == decision.hypothesis and decision.passed
                     if is_held and outcome.error > verdict.tolerance and measurement.has_draws:
@@ -397,6 +403,8 @@ class _Check:
                 statistics=self._job.batch_norm,
                 counts_items=counts_items,
             )
+        if self._is_kept:
+            notice = notices.ones_notice(held.error)
         return CheckReport(
             passed=decision.passed,
             hypothesis=decision.hypothesis,
@@ -424,13 +432,13 @@ class _Check:
         return _unmeasured(notice, self._parameters, started)
 
 
-def _run(measurement: Measurement, cuts: Sequence[Cut], hypothesis: Hypothesis) -> Outcome:
+def _run(measurement: Measurement, cuts: Sequence[Cut], hypothesis: Hypothesis, *, ones_are_none: bool) -> Outcome:
     """Measure one hypothesis in every cut: under the draws of the whole, or under constants where these do not fit."""
     try:
-        return measurement.run(cuts, hypothesis)
+        return measurement.run(cuts, hypothesis, ones_are_none=ones_are_none)
     except UnalignedError:
         measurement.with_constants()
-        return measurement.run(cuts, hypothesis)
+        return measurement.run(cuts, hypothesis, ones_are_none=ones_are_none)
 
 
 def _unmeasured(notice: Notice, parameters: Sequence[torch.Tensor], started: float) -> CheckReport:

@@ -17,8 +17,8 @@ from autoaccum.data.sources import open_source
 from autoaccum.data.splits import SplitLike, split_of
 from autoaccum.errors import ArgumentError, ArgumentTypeError
 from autoaccum.events import Event, Validated
-from autoaccum.loss.functions import loss_function
-from autoaccum.loss.stated import CountItems
+from autoaccum.loss.functions import loss_function, stated
+from autoaccum.loss.stated import CountItems, Reducing
 from autoaccum.memory.devices import being_current, current_device_kept
 from autoaccum.memory.limit import MemoryLimit
 from autoaccum.planning.limits import Limits
@@ -80,6 +80,7 @@ def evaluate(
     loss_fn: Callable[[Any, Any], Any] | None = None,
     training_step: Callable[[Any, Any], Any] | None = None,
     num_items: CountItems | None = None,
+    reduction: Reducing = None,
     metrics: Mapping[str, Metric] | None = None,
     precision: Precision = "fp32",
     max_micro_batch: int | None = None,
@@ -89,7 +90,7 @@ def evaluate(
     split: SplitLike | None = None,
     batch_dim: int | Mapping[str, Any] | Sequence[Any] = 0,
 ) -> Evaluation:
-    """Return the loss and the metrics of a model on data, the same whatever the micro-batches.
+    """Return the loss and the metrics of a model on data, the same whatever the micro-batches of a mean, or of a sum.
 
     The model is evaluated where it lies, in eval mode, and left as it was: modes, buffers, gradients, random states.
     Under several ranks each process that calls this evaluates all of the data.
@@ -100,6 +101,7 @@ def evaluate(
         loss_fn: (outputs, targets) -> loss, for batches that are (inputs, targets).
         training_step: (model, batch) -> loss, for any batch. With neither, the model returns its loss.
         num_items: (micro-batch) -> how many items its loss is a mean over, where that cannot be read off the loss.
+        reduction: as for ``fit``: a "sum" beside num_items is divided by what these count in all of the data.
         metrics: names and functions (outputs, targets) -> one value per sample or item, as for ``fit``.
         precision: fp32 (as the model is), bf16 or fp16 (both by autocast).
         max_micro_batch: the most samples to run at once; 1,024 when left out.
@@ -122,6 +124,7 @@ def evaluate(
     """
     given: dict[str, Any] = {
         "model": model, "data": data, "loss_fn": loss_fn, "training_step": training_step, "num_items": num_items,
+        "reduction": reduction,
         "metrics": metrics, "max_micro_batch": max_micro_batch, "collate_fn": collate_fn, "num_workers": num_workers,
         "split": split, "batch_dim": batch_dim,
     }  # fmt: skip
@@ -131,6 +134,7 @@ def evaluate(
     of: Any = "loss_fn" if loss_fn is not None else "training_step" if training_step is not None else "model"
     # Metrics that are modules are put into eval mode with the model, and run where it runs.
     held = [metric for metric in (metrics or {}).values() if isinstance(metric, nn.Module)]
+    loss_of, num_items, _, _ = stated(checked[loss_function], num_items, reduction)
     # A validation tells what it has found as an event, whoever hears it.
     told: list[Event] = []
     place = place_of(own_device(model), memory_limit)
@@ -140,7 +144,7 @@ def evaluate(
     with current_device_kept(), being_current(place.device), place.limit.kept():
         validator = validator_of(
             Validator, model, [*modules_of(model, loss_fn, training_step), *held], given, checked[split_of], place,
-            loss_of=checked[loss_function], of_outputs=loss_fn is not None, num_items=num_items, autocast=context,
+            loss_of=loss_of, of_outputs=loss_fn is not None, num_items=num_items, autocast=context,
             emit=told.append,
             metrics=Metrics(metrics, model, of=of, autocast=context) if metrics else None,
         )  # fmt: skip

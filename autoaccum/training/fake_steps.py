@@ -16,6 +16,7 @@ from autoaccum.training.fake_copies import FakeCopies, FakeSamples
 from autoaccum.window.attributes import is_expanded
 from autoaccum.window.before import before_window_of, loss_alone
 from autoaccum.window.blocks import HIGHEST, Rung, candidates, named_blocks, rungs_of
+from autoaccum.window.modules import into_training
 from autoaccum.window.optimizers import allocate_state, make_optimizer, sparsely_trained, trainable_parameters
 from autoaccum.window.precision import Precision, autocast
 from autoaccum.window.recomputing import Recomputing
@@ -69,8 +70,7 @@ class FakeStep:
         copies = FakeCopies(fakes)
         self._modules = copies.of_modules(modules)
         self._model = self._modules[0]
-        if not self._model.training:  # one in training mode may hold layers that were frozen in eval mode on purpose
-            self._model.train()
+        into_training(self._model)
         functions = {name: copies.of_function(function, name) for name, function in functions.items()}
         optimizer = functions.pop("optimizer")
         loss_fn, training_step, before_window = functions.values()

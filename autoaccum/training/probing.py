@@ -46,6 +46,7 @@ from autoaccum.window.advice import Refused, advise
 from autoaccum.window.before import before_window_of, loss_alone
 from autoaccum.window.compilations import compiled_parts
 from autoaccum.window.meter import heard
+from autoaccum.window.modules import into_training
 from autoaccum.window.optimizers import (
     OptimizerLike,
     allocate_state,
@@ -202,8 +203,7 @@ def probe(
             move(modules, optimizer, on)
             parameters = trainable_parameters(model, modules, optimizer)  # to move some makes others of them
             sparse = sparsely_trained(modules)  # their gradients grow with the samples, so they are no fixed cost
-            if not model.training:  # one in training mode may hold layers that were frozen in eval mode on purpose
-                model.train()
+            into_training(model)
             build_lazy_layers(model, modules, source, loss_of, context, on, fewest)
             state_of = make_optimizer(optimizer, None, parameters, (loss_fn, training_step))
             _make_gradients([*parameters, *(tensor for tensor in bare if tensor.requires_grad)], sparse)

@@ -59,6 +59,7 @@ from autoaccum.window.compilations import Compilations, captures, compiled_parts
 from autoaccum.window.job import Job
 from autoaccum.window.joining import SharedTransaction
 from autoaccum.window.meter import Meter
+from autoaccum.window.modules import into_training
 from autoaccum.window.offloading import has_host_memory
 from autoaccum.window.optimizers import allocate_state, make_optimizer, move, trainable_parameters
 from autoaccum.window.precision import autocast
@@ -192,9 +193,7 @@ def build(
         ArgumentError: the optimizer or its schedule cannot be used.
     """
     model, modules = arguments.model, arguments.modules()
-    # A model in training mode may hold layers that were frozen in eval mode on purpose.
-    if not model.training:
-        model.train()
+    into_training(model)
     parameters = trainable_parameters(model, modules, arguments.optimizer)
     with room_for_model(place.memory, place.limit.bytes, [own_part(p) for p in parameters]):
         move(modules, arguments.optimizer, place.device)

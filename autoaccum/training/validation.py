@@ -297,7 +297,7 @@ class Validator:
         # An eval forward may write to buffers, to count its calls, say. Those of metrics are what these have come to.
         self._snapshot.take()
         # What a before_window keeps moves with training alone.
-        held = None if self._sharing is None else self._sharing.state()
+        held = None if self._sharing is None else self._sharing.state_of_all()
         try:
             for module in self._modules:  # set and not called: train() is often overridden, to freeze layers
                 module.training = False

@@ -95,9 +95,10 @@ def compare_losses(measurement: Measurement, smallest: int, hypothesis: Hypothes
 def explained_by_ones(measurement: Measurement, smallest: int, likely: Hypothesis) -> Decision | None:
     """Return what was measured where counts of 1 do not matter; None if they do not explain that it failed."""
     tolerance = measurement.tolerance
-    outcome = measurement.run(measurement.cuts(smallest), "items", ones_are_none=True)
+    cuts = measurement.cuts(smallest)
+    outcome = measurement.run(cuts, "items", ones_are_none=True)
     if outcome.error <= tolerance and not outcome.is_vacuous:
-        return Decision.of(outcome, passed=True)
+        return replace(Decision.of(outcome, passed=True), cuts=tuple(cuts), ones_are_none=True)
     without = decide_without_ones(measurement, smallest, likely)
     if without is None or not without.passed or without.is_vacuous:
         return None

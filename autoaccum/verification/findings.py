@@ -57,6 +57,8 @@ class Decision:
     """Hypotheses that would have weighed every part the same."""
     is_vacuous: bool = False
     """Whether nothing is told by that, for a single part of each cut has a loss other than 0."""
+    ones_are_none: bool = False
+    """Whether it passed with counts of 1 taken for none."""
     has_ones: bool = False
     """Whether it failed where some part counts 1, which may stand for none."""
     smallest: int = 1

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from autoaccum.events import Notice
-from autoaccum.loss.conclusions import conclude, proportional
+from autoaccum.loss.conclusions import DIVIDED_LATER, conclude, proportional
 from autoaccum.loss.coupling import count_batch_norms
 from autoaccum.loss.hypotheses import SUMS, Hypothesis, in_words
 from autoaccum.loss.terms import Reduction
@@ -337,7 +337,7 @@ def ones_notice(error: float) -> Notice:
     return Notice(
         cause=f"The loss divides by a count that is kept from 0 where nothing counts, as by clamp(min=1): {off}",
         consequence="A micro-batch without items counts for some, and so the others count for too little",
-        cure=_DIVIDED_LATER,
+        cure=DIVIDED_LATER,
     )
 
 
@@ -359,14 +359,8 @@ def uncounted_notice(error: float) -> Notice:
     return Notice(
         cause=f"The loss of a micro-batch in which num_items counts 0 is not 0: {off}",
         consequence="A micro-batch that counts nothing is left out, with its loss",
-        cure=_DIVIDED_LATER,
+        cure=DIVIDED_LATER,
     )
-
-
-_DIVIDED_LATER = (
-    'Return the sum alone, divided by nothing, with reduction="sum" and num_items=(micro-batch) -> its share of what '
-    "the sum of the whole window is divided by"
-)
 
 
 def dropped_notice(error: float) -> Notice:

@@ -158,12 +158,17 @@ class Sharing:
         model = self._modules[0]
         return State((), (self.before.function,), self.device, (), without=frozenset(model.modules()))
 
+    def state_of_all(self) -> State:
+        """Remember the same for a call that is no part of a window, and what the function may write to the model."""
+        parameters = [p for module in self._modules for p in module.parameters()]
+        return State(self._modules, (self.before.function,), self.device, parameters)
+
     def alone(self, batch: Any) -> Beside:
         """Return a batch as the one micro-batch of a window of its own; the function's state stays as it is."""
         # The window is this batch: all that is returned belongs to it, so that there is nothing to cut.
         host = batches.to_device(batch, _CPU, copy=True)
         own = partial(batches.to_device, batch, self.device, copy=True)  # to write to, as a micro-batch is
-        kept = self.state()
+        kept = self.state_of_all()
         try:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")  # of statistics of the one sample that an example has
@@ -280,7 +285,7 @@ class Sharing:
     def _measured(self, paths: Sequence[str], window: Window, size: int) -> dict[str, bool]:
         """Return which leaves have fewer rows where there are fewer samples, by calling the function once more."""
         num_samples = window.num_samples
-        kept = self.state()
+        kept = self.state_of_all()
         try:
             # One sample fewer changes as little as can be: a length that follows is that of the samples.
             # A function of groups of samples takes no number that is none of whole groups.

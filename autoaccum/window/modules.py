@@ -14,6 +14,20 @@ State = dict[str, Any]
 """Plain values and tensors."""
 
 
+def into_training(model: nn.Module) -> None:
+    """Put a model into training mode.
+
+    One that is in it already may hold layers that were frozen in eval mode on purpose. Of that only modules are asked
+    whose own ``train`` may freeze some, as each loop by hand asks them.
+    """
+    if not model.training:
+        model.train()
+        return
+    for module in list(model.modules()):
+        if type(module).train is not nn.Module.train and module.training:
+            module.train()
+
+
 def state_of_modules(modules: Sequence[nn.Module]) -> list[State]:
     """Return of each its state_dict, and the buffers that this leaves out."""
     return [{"state": module.state_dict(), "buffers": left_out(module)} for module in modules]

@@ -328,6 +328,48 @@ def noisy_run(before: Any, **options: Any) -> autoaccum.FitResult:
     return noisy_trainer(before, **options).fit()
 
 
+class Counting(nn.Module):
+    """A model whose buffer, frozen parameter and attribute count the calls of a function."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.net = nn.Linear(6, 3)
+        self.register_buffer("buffer", torch.zeros(()))
+        self.frozen = nn.Parameter(torch.zeros(()), requires_grad=False)
+        self.number = 0
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        return self.net(inputs)  # type: ignore[no-any-return]
+
+
+@pytest.mark.device
+@pytest.mark.parametrize("micro_batch", [4, 12])
+def test_what_a_function_writes_to_the_model_is_written_once_a_window(micro_batch: int) -> None:
+    """Though it is called once more, to see what has rows, and again for validations, and by a probe and a check."""
+    model = Counting()
+
+    def count(batch: Any) -> dict[str, torch.Tensor]:
+        model.buffer += 1
+        model.frozen += 1
+        model.number += 1
+        return {"rows": batch["x"].mean(1)}
+
+    def step(model: Any, batch: Any) -> torch.Tensor:
+        return cross_entropy(model(batch["x"]) + batch["rows"][:, None], batch["y"])
+
+    data = {"x": torch.randn(36, 6), "y": torch.randint(0, 3, (36,))}
+    given: Any = {"training_step": step, "before_window": count, "device": DEVICE}
+    autoaccum.probe(model, data, max_micro_batch=8, **given)
+    autoaccum.check(model, data, **given)
+    assert [float(model.buffer), float(model.frozen), model.number] == [0, 0, 0]
+    autoaccum.fit(
+        model, data, effective_batch=12, micro_batch=micro_batch, validation_data=data, validate_every=12,
+        progress=False, **given,
+    )  # fmt: skip
+    assert [float(model.buffer), float(model.frozen), model.number] == [3, 3, 3]
+
+
 @pytest.mark.filterwarnings("ignore:The model holds 1 BatchNorm")
 class TestReplay:
     """Law 2: memory that runs out anywhere, before the window's first micro-batch too, leaves no mark."""

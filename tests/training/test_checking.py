@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 from collections.abc import Iterator
 from contextlib import nullcontext
@@ -11,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
-from torch.nn.functional import cross_entropy
+from torch.nn.functional import binary_cross_entropy_with_logits, cross_entropy
 from torch.nn.utils.rnn import pad_sequence
 from torch.utils.data import Dataset
 
@@ -430,3 +431,27 @@ def test_a_collate_fn_that_mixes_samples_is_told_from_one_that_changes_each(coll
             mlp(), data, effective_batch=32, micro_batch=8, loss_fn=cross_entropy, collate_fn=collate, device="cpu",
             progress=False, cache=False,
         )  # fmt: skip
+
+
+@pytest.mark.parametrize("is_masked", [True, False])
+def test_counts_that_are_kept_from_0_are_told_where_there_is_a_loss_beside_them(is_masked: bool) -> None:
+    """A mean over masked entries is exact; a sum over all there is, divided by what is an object, has no such mean."""
+    torch.manual_seed(0)
+    inputs, found = torch.randn(32, 4, dtype=torch.float64), torch.zeros(32, 3, dtype=torch.float64)
+    found[::4, 0] = 1.0
+
+    def step(model: Any, batch: Any) -> torch.Tensor:
+        losses = binary_cross_entropy_with_logits(model(batch[0]), batch[1], reduction="none")
+        return (losses * batch[1] if is_masked else losses).sum() / batch[1].sum().clamp(min=1)
+
+    report = autoaccum.check(nn.Linear(4, 3).double(), (inputs, found), training_step=step)
+    assert report.passed is is_masked
+    assert all(math.isfinite(cut.error) and cut.sizes for cut in report.cuts)
+    assert len(report.cuts) >= 1
+    assert report.error is not None
+    if is_masked:
+        assert report.notice is None
+        assert report.error < 1e-12
+    else:
+        assert report.notice is not None
+        assert report.error > 1e-2

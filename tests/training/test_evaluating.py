@@ -79,6 +79,18 @@ class TestEvaluate:
         assert same(fit(), fit(measure))
         assert len(losses) == 3
 
+    def test_a_sum_is_divided_by_what_all_of_the_data_count(self) -> None:
+        """Where some micro-batches count none, too."""
+        model, (inputs, targets) = mlp().eval(), classes(20)
+        summed = cross_entropy(model(inputs), targets, reduction="sum").item()
+        for most in (None, 3, 1):
+            found = autoaccum.evaluate(
+                model, (inputs, targets), max_micro_batch=most, reduction="sum",
+                loss_fn=lambda outputs, targets: cross_entropy(outputs, targets, reduction="sum"),
+                num_items=lambda batch: (batch[1] == 1).sum(),
+            )  # fmt: skip
+            assert found.loss == pytest.approx(summed / int((targets == 1).sum()), rel=1e-5)
+
     def test_generators_of_the_users_own_are_left_as_they_are(self) -> None:
         """Whatever validates, probes or checks: training draws what it would have drawn without."""
         generator = torch.Generator()

@@ -38,8 +38,8 @@ def test_one_that_counts_nothing_may_be_no_number() -> None:
 
 
 def test_a_sum_that_counts_none_is_added_and_nothing_where_all_do() -> None:
-    assert joined((2, one(3.0, 2.0)), (2, one(4.0 / NONE, NONE))) == 5.0
-    assert math.isnan(joined((2, one(4.0 / NONE, NONE)), (2, one(1.0 / NONE, NONE))))
+    assert joined((2, one(3.0, 2.0)), (2, one(4.0, NONE))) == 5.0
+    assert math.isnan(joined((2, one(4.0, NONE)), (2, one(1.0, NONE))))
 
 
 def test_by_their_names_each_over_its_own_items() -> None:

@@ -333,7 +333,7 @@ class TestIn64Bits:
 
 
 def test_a_gradient_of_nothing_but_rounding_is_not_measured(monkeypatch: pytest.MonkeyPatch) -> None:
-    def run(*_: Any) -> Any:
+    def run(*_: Any, **__: Any) -> Any:
         raise ZeroGradientError  # as where it is 0 the second time
 
     monkeypatch.setattr("autoaccum.training.checking._run", run)

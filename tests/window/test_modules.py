@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from autoaccum.window.modules import left_out, load_modules, load_optimizer, state_of_modules
+from autoaccum.window.modules import into_training, left_out, load_modules, load_optimizer, state_of_modules
 
 CPU = torch.device("cpu")
 
@@ -127,3 +127,33 @@ def test_an_optimizer_that_took_no_step_has_nothing_to_come_back() -> None:
     load_optimizer(second, first.state_dict())
     assert second.param_groups[0]["lr"] == 0.5
     assert not second.state
+
+
+class Frozen(nn.Module):
+    """A model that keeps its backbone in eval mode, as users write it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.backbone, self.head = nn.Sequential(nn.Linear(2, 2), nn.Dropout()), nn.Sequential(nn.Dropout())
+
+    def train(self, mode: bool = True) -> Frozen:
+        super().train(mode)
+        self.backbone.eval()
+        return self
+
+
+@pytest.mark.parametrize("is_inner", [False, True])
+def test_a_model_that_freezes_layers_itself_is_asked_to(is_inner: bool) -> None:
+    own = Frozen()
+    model = nn.Sequential(own, nn.Dropout()) if is_inner else own
+    assert own.backbone.training  # as it is made
+    into_training(model)
+    assert [own.backbone.training, own.backbone[1].training, own.head.training] == [False, False, True]
+    model.eval()
+    into_training(model)
+    assert [model.training, own.head.training, own.backbone.training] == [True, True, False]
+    # What was frozen by hand stays so, and what has no such method is not touched.
+    plain = nn.Sequential(nn.Dropout(), nn.Dropout())
+    plain[0].eval()
+    into_training(plain)
+    assert [module.training for module in plain] == [False, True]
