@@ -161,6 +161,8 @@ class Sharing:
     def state_of_all(self) -> State:
         """Remember the same for a call that is no part of a window, and what the function may write to the model."""
         parameters = [p for module in self._modules for p in module.parameters()]
+        if any(map(is_lazy, parameters)):  # which the call builds, to stay as they are then
+            return self.state()
         return State(self._modules, (self.before.function,), self.device, parameters)
 
     def alone(self, batch: Any) -> Beside:
