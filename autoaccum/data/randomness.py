@@ -118,9 +118,13 @@ def generator_state(generator: Any) -> Any:
 def bytes_of(generator: Any) -> bytes:
     """Return the state of such a generator as bytes, which tell whether it was drawn from."""
     state = generator_state(generator)
-    if isinstance(state, torch.Tensor):  # by no operation, which a mode would see and a full memory refuse
-        return ctypes.string_at(state.data_ptr(), state.nbytes)
-    return pickle.dumps(state)
+    return as_bytes(state) if isinstance(state, torch.Tensor) else pickle.dumps(state)
+
+
+def as_bytes(state: torch.Tensor) -> bytes:
+    """Return a state of PyTorch's as bytes."""
+    # By no operation, which a mode would see and a full memory refuse.
+    return ctypes.string_at(state.data_ptr(), state.nbytes)
 
 
 def set_generator_state(generator: Any, state: Any) -> None:

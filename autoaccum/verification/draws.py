@@ -7,7 +7,6 @@ operations (``nondeterministic_seeded``), whatever the layer is called.
 
 from __future__ import annotations
 
-import ctypes
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -16,7 +15,7 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from autoaccum.data.randomness import default_generator
+from autoaccum.data.randomness import as_bytes, default_generator
 
 _HALVES = (torch.bfloat16, torch.float16)
 _SEED = 0x6175746F61636375
@@ -335,18 +334,13 @@ _CONSTANTS: dict[str, Callable[[dict[str, Any], torch.Tensor], torch.Tensor]] = 
 def state_of(generator: torch.Generator | None = None) -> list[bytes]:
     """Return the state of a generator; None: those of all that an operation draws from if it is given none."""
     if generator is not None:
-        return [_bytes(generator.get_state())]
-    states = [_bytes(torch.default_generator.get_state())]
+        return [as_bytes(generator.get_state())]
+    states = [as_bytes(torch.default_generator.get_state())]
     # A build for CUDA names its accelerator where there is no driver too, and reading that one's state would fail.
     device = torch.accelerator.current_accelerator(check_available=True)
     if device is not None:
-        states.append(_bytes(torch.get_device_module(device).get_rng_state()))
+        states.append(as_bytes(torch.get_device_module(device).get_rng_state()))
     return states
-
-
-def _bytes(state: torch.Tensor) -> bytes:
-    # By no operation, which a mode would see and a full memory refuse.
-    return ctypes.string_at(state.data_ptr(), state.nbytes)
 
 
 def name_of(func: Any) -> str:
