@@ -455,3 +455,20 @@ def test_counts_that_are_kept_from_0_are_told_where_there_is_a_loss_beside_them(
     else:
         assert report.notice is not None
         assert report.error > 1e-2
+
+
+def test_a_count_that_only_some_parts_keep_from_0_is_named() -> None:
+    generator = torch.Generator().manual_seed(0)
+    torch.manual_seed(0)
+    inputs = torch.randn(12, 4, generator=generator, dtype=torch.float64)
+    found = (torch.rand(12, 3, generator=generator) < 0.2).double()
+
+    def step(model: Any, batch: Any) -> torch.Tensor:
+        losses = binary_cross_entropy_with_logits(model(batch[0]), batch[1], reduction="sum")
+        return losses / batch[1].sum().clamp(min=1)
+
+    report = autoaccum.check(nn.Linear(4, 3).double(), (inputs, found), training_step=step)
+    assert report.passed is False
+    assert report.notice is not None
+    assert report.notice.cause.startswith("The loss divides by a count that is kept from 0")
+    assert report.notice.cure.startswith("Return the sum alone, divided by nothing")

@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import nn
 
+import autoaccum
 from autoaccum.window.modules import into_training, left_out, load_modules, load_optimizer, state_of_modules
 
 CPU = torch.device("cpu")
@@ -157,3 +158,14 @@ def test_a_model_that_freezes_layers_itself_is_asked_to(is_inner: bool) -> None:
     plain[0].eval()
     into_training(plain)
     assert [module.training for module in plain] == [False, True]
+
+
+def test_a_run_asks_it_before_the_first_window() -> None:
+    model, modes = Frozen(), list[bool]()
+
+    def step(model: Any, batch: torch.Tensor) -> torch.Tensor:
+        modes.append(model.backbone.training)
+        return model.backbone(batch).square().mean()  # type: ignore[no-any-return]
+
+    autoaccum.fit(model, torch.randn(8, 2), effective_batch=4, training_step=step, progress=False, device="cpu")
+    assert set(modes) == {False}
