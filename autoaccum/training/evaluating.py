@@ -32,6 +32,8 @@ from autoaccum.training.options import CHECKS, OF_FIT, modules_of
 from autoaccum.training.setup import Place, device_of, place_of
 from autoaccum.training.synonyms import answering
 from autoaccum.training.validation import Validator
+from autoaccum.training.validation_compared import ComparingValidator
+from autoaccum.window.announcer import Announcer
 from autoaccum.window.precision import Precision, autocast
 from autoaccum.window.snapshot import Snapshot
 
@@ -93,6 +95,7 @@ def evaluate(
     """Return the loss and the metrics of a model on data, the same whatever the micro-batches of a mean, or of a sum.
 
     The model is evaluated where it lies, in eval mode, and left as it was: modes, buffers, gradients, random states.
+    A few samples are computed twice, with other cuts: of a loss that depends on these an AutoaccumWarning says so.
     Under several ranks each process that calls this evaluates all of the data.
 
     Args:
@@ -137,15 +140,16 @@ def evaluate(
     loss_of, num_items, _, _ = stated(checked[loss_function], num_items, reduction)
     # A validation tells what it has found as an event, whoever hears it.
     told: list[Event] = []
+    announcer = Announcer(told.append)
     place = place_of(own_device(model), memory_limit)
     for module in held:
         module.to(place.device)
     context = autocast(precision, place.device)
     with current_device_kept(), being_current(place.device), place.limit.kept():
         validator = validator_of(
-            Validator, model, [*modules_of(model, loss_fn, training_step), *held], given, checked[split_of], place,
-            loss_of=loss_of, of_outputs=loss_fn is not None, num_items=num_items, autocast=context,
-            emit=told.append,
+            ComparingValidator, model, [*modules_of(model, loss_fn, training_step), *held], given, checked[split_of],
+            place, loss_of=loss_of, of_outputs=loss_fn is not None, num_items=num_items, autocast=context,
+            emit=announcer.tell,
             metrics=Metrics(metrics, model, of=of, autocast=context) if metrics else None,
         )  # fmt: skip
         if metrics:

@@ -112,6 +112,14 @@ class Losses:
         # Each micro-batch's by itself, joined at the end: how they go together shows only when all are there.
         self._found: list[tuple[int, list[Part]]] = []
 
+    def __len__(self) -> int:
+        return len(self._found) + len(self._unread)
+
+    @property
+    def num_samples(self) -> int:
+        """Count the samples of all of them."""
+        return sum(size for size, _ in (*self._found, *self._unread))
+
     def add(self, num_samples: int, loss: Loss) -> None:
         """Add that of a micro-batch."""
         # Nothing is read here, where the next forward is to be launched.
@@ -133,11 +141,21 @@ class Losses:
         self._found += found
         self._unread = []
 
-    def joined(self) -> tuple[float, dict[str, float]]:
-        """Return the loss over everything, of what was read, NaN where nothing counts; and each of several, by name."""
+    def joined(self, instead: Mapping[int, Losses] | None = None) -> tuple[float, dict[str, float]]:
+        """Return the loss over everything, of what was read, NaN where nothing counts; and each of several, by name.
+
+        Args:
+            instead: losses that take the place of a micro-batch's, by its index.
+        """
+        instead = instead or {}
+        found = [
+            each
+            for place, own in enumerate(self._found)
+            for each in (instead[place]._found if place in instead else [own])
+        ]
         # Each term over its own items, as in training; one that some micro-batches lack is joined over the others.
         of_terms: dict[tuple[str, str], list[tuple[int, float, Reduction]]] = {}
-        for size, parts in self._found:
+        for size, parts in found:
             for loss, name, value, reduction in parts:
                 of_terms.setdefault((loss, name), []).append((size, value, reduction))
         totals = {key: total for key, of_term in of_terms.items() if (total := _joined_term(of_term)) is not None}

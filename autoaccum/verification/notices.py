@@ -221,7 +221,7 @@ def failure_notice(
     found = [notice for notice in known if notice is not None]
     if not causes and is_time_first:
         found.append(_TIME_FIRST)
-    off = f"windows that are cut get a gradient {_percent(decision.error)} off the whole window's"
+    off = f"windows that are cut get a gradient {percent(decision.error)} off the whole window's"
     return Notice(
         cause=f"{' and '.join(notice.cause for notice in found)}: {off}, measured on {samples} samples",
         consequence=found[0].consequence,
@@ -320,10 +320,10 @@ def of(cause: Cause) -> Notice:
     return _CAUSES[cause]
 
 
-def _percent(error: float) -> str:
+def percent(error: float) -> str:
     """Return an error as people write it.
 
-    >>> _percent(0.2731), _percent(3.2e-5), _percent(5.214)
+    >>> percent(0.2731), percent(3.2e-5), percent(5.214)
     ('27 %', '0.0032 %', '521 %')
     """
     if not math.isfinite(error):
@@ -333,7 +333,7 @@ def _percent(error: float) -> str:
 
 def ones_notice(error: float) -> Notice:
     """Return what to say of a window with a count of 1, where such a count was measured to stand for none as well."""
-    off = f"windows that hold such a micro-batch get a gradient up to {_percent(error)} off"
+    off = f"windows that hold such a micro-batch get a gradient up to {percent(error)} off"
     return Notice(
         cause=f"The loss divides by a count that is kept from 0 where nothing counts, as by clamp(min=1): {off}",
         consequence="A micro-batch without items counts for some, and so the others count for too little",
@@ -355,7 +355,7 @@ def part_of_state_notice() -> Notice:
 
 def uncounted_notice(error: float) -> Notice:
     """Return what to say of a micro-batch that ``num_items`` counts 0 in, but which was measured to have a loss."""
-    off = f"windows that hold such a micro-batch get a gradient up to {_percent(error)} off"
+    off = f"windows that hold such a micro-batch get a gradient up to {percent(error)} off"
     return Notice(
         cause=f"The loss of a micro-batch in which num_items counts 0 is not 0: {off}",
         consequence="A micro-batch that counts nothing is left out, with its loss",
@@ -365,7 +365,7 @@ def uncounted_notice(error: float) -> Notice:
 
 def dropped_notice(error: float) -> Notice:
     """Return what to say of a micro-batch whose loss is not a number, but which was measured to count something."""
-    off = f"windows that hold such a micro-batch get a gradient up to {_percent(error)} off"
+    off = f"windows that hold such a micro-batch get a gradient up to {percent(error)} off"
     return Notice(
         cause=f"The loss of a micro-batch is not a number, as a mean over nothing is, where another term counts: {off}",
         consequence="A micro-batch whose loss is not a number is left out, with all that it counts",
@@ -379,7 +379,7 @@ def joined_notice(
 ) -> Notice:
     """Return what to say of micro-batches whose losses do not add up to that of two of them joined."""
     known = suspicion or _unknown(embeds=embeds, counts_items=counts_items)
-    off = f"two micro-batches have a loss {_percent(error)} off that of the {samples} samples joined"
+    off = f"two micro-batches have a loss {percent(error)} off that of the {samples} samples joined"
     return replace(known, cause=f"{known.cause}: {off}, while those of a few samples are not")
 
 

@@ -1,0 +1,99 @@
+"""The loss of a pass by itself, some of whose micro-batches are cut once more at its end: it must not depend on cuts.
+
+What a loss is a mean over is read off it, or said by the user. A run measures whether that is so in its windows; here
+there are none.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from autoaccum.data.base import Window
+from autoaccum.events import Notice
+from autoaccum.memory.oom import RanOut, attempt
+from autoaccum.memory.waiting import Shortage
+from autoaccum.planning.attempts import Piece
+from autoaccum.training.validation import Validator
+from autoaccum.training.validation_losses import Loss, Losses, read
+from autoaccum.verification.comparison import MAY_BE_ROUNDING, MOST_ROUNDING
+from autoaccum.verification.notices import percent
+
+_ENOUGH = 14
+"""Samples that are compared, in micro-batches that double: more would take time where the data are few."""
+
+
+class ComparingValidator(Validator):
+    """Runner of a pass whose loss is measured to be the same however its data are cut."""
+
+    def _run(self, step: int, epoch: int, training_micro_batch: int) -> float:
+        self._kept: dict[int, tuple[Window, Piece]] = {}  # by their places among all micro-batches
+        loss = super()._run(step, epoch, training_micro_batch)
+        try:
+            found = attempt(self._share_off)
+        except Exception:
+            found = 0.0  # of some parts there is no loss, which says nothing of those that there are
+        if not isinstance(found, RanOut) and found > self._tolerance():
+            self._emit(_cut_notice(self._num_kept(), found))
+        return loss
+
+    def _try(self, window: Window, piece: Piece) -> Loss | Shortage:
+        loss = super()._try(window, piece)
+        can_be_cut = piece.size >= 2 * self._trials.smallest
+        if not isinstance(loss, Shortage) and can_be_cut and self._num_kept() < _ENOUGH:
+            self._kept[len(self._losses)] = window, piece
+        return loss
+
+    def _num_kept(self) -> int:
+        return sum(piece.size for _, piece in self._kept.values())
+
+    def _share_off(self) -> float:
+        """Return how far the loss of what is kept is off where it is cut, as a share of all; 0 where nothing tells."""
+        with self._evaluating():
+            again = {place: self._losses_of(*kept, [kept[1].size]) for place, kept in self._kept.items()}
+            apart = {place: self._losses_of(*kept, self._cut(kept[1].size)) for place, kept in self._kept.items()}
+        read([*again.values(), *apart.values()])
+        # As it was, as it is a second time, and as it is with other cuts.
+        loss, second, cut = (self._losses.joined(instead)[0] for instead in ({}, again, apart))
+        # What draws, or keeps state, is another one each time: then nothing can be compared.
+        if not abs(loss - second) <= MAY_BE_ROUNDING * abs(loss - cut) or not math.isfinite(cut):
+            return 0.0
+        share = self._num_kept() / self._losses.num_samples
+        return abs(loss - cut) / share / abs(loss) if loss else math.inf
+
+    def _cut(self, size: int) -> Sequence[int]:
+        """Return the sizes of two parts, which differ where they can: of equal ones a sum looks like a mean."""
+        first = max(self._trials.smallest, size // 3)
+        return first, size - first
+
+    def _losses_of(self, window: Window, piece: Piece, sizes: Sequence[int]) -> Losses:
+        found, start = Losses(), piece.start
+        for size in sizes:
+            found.add(size, self._loss(window.micro_batch(start, size), size))
+            start += size
+            self._outputs_of(size)
+            if self._metrics is not None:
+                self._metrics.forget()
+        return found
+
+    def _tolerance(self) -> float:
+        """Return what may be rounding: much more where anything is computed in 16 bits."""
+        with self._autocast():
+            casts = torch.is_autocast_enabled(self._device.type)
+        tensors: list[Any] = [p for module in self._modules for p in module.parameters(recurse=False)]
+        is_short = casts or any(tensor.is_floating_point() and tensor.element_size() < 4 for tensor in tensors)
+        return MOST_ROUNDING if is_short else MAY_BE_ROUNDING
+
+
+def _cut_notice(num_samples: int, share: float) -> Notice:
+    return Notice(
+        cause=f"The loss of {num_samples} of the samples is {percent(share)} off where they are cut otherwise",
+        consequence="The loss that evaluate returns depends on the micro-batches that fit",
+        cure=(
+            "Pass num_items=(micro-batch) -> how many items it is a mean over, and reduction='sum' too where it is "
+            "their sum; where it sets samples against each other, compute it of what predict returns"
+        ),
+    )
