@@ -48,6 +48,7 @@ from autoaccum.training.learning_rate import LearningRate
 from autoaccum.training.metrics import Metrics
 from autoaccum.training.options import FitArguments
 from autoaccum.training.validation import Validator
+from autoaccum.training.validation_compared import ComparingValidator
 from autoaccum.training.validation_together import ValidatorOfAll
 from autoaccum.training.validation_windows import ValidatorOfWindows
 from autoaccum.verification.examiner import Examiner
@@ -525,7 +526,8 @@ def validator_of(
     metrics = arguments.metrics
     # Put into eval mode together; a loss may hold dropout, and a metric that is a module too.
     modules: Sequence[nn.Module] = [*arguments.modules(), *metric_modules(arguments)]
-    kind: Any = Validator
+    # A loss whose windows are not to be measured is not in validations either.
+    kind: Any = ComparingValidator if arguments.verify else Validator
     if isinstance(step.transaction, ShardedTransaction):
         transaction, tuner = step.transaction, step.tuner
         # Each forward asks all ranks for their parts.

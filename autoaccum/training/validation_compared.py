@@ -1,7 +1,7 @@
-"""The loss of a pass by itself, some of whose micro-batches are cut once more at its end: it must not depend on cuts.
+"""The loss of a pass some of whose micro-batches are cut once more at its end: it must not depend on cuts.
 
-What a loss is a mean over is read off it, or said by the user. A run measures whether that is so in its windows; here
-there are none.
+What a loss is a mean over is read off it, or said by the user, and a count that is kept from 0 is not seen in that.
+Windows are measured, and mended where they can be; here it is measured, and said.
 """
 
 from __future__ import annotations
@@ -27,23 +27,34 @@ _ENOUGH = 14
 
 
 class ComparingValidator(Validator):
-    """Runner of a pass whose loss is measured to be the same however its data are cut."""
+    """Runner of passes, of the first of which it is measured whether its loss is the same however data are cut."""
+
+    _is_due = True
 
     def _run(self, step: int, epoch: int, training_micro_batch: int) -> float:
         self._kept: dict[int, tuple[Window, Piece]] = {}  # by their places among all micro-batches
+        # What a before_window shares with micro-batches is there as long as their window.
+        self._is_due = self._is_due and self._sharing is None
         loss = super()._run(step, epoch, training_micro_batch)
+        if self._kept:
+            self._compare()
+        self._is_due = False
+        return loss
+
+    def _compare(self) -> None:
+        """Say by how much the loss depends on cuts."""
         try:
             found = attempt(self._share_off)
         except Exception:
             found = 0.0  # of some parts there is no loss, which says nothing of those that there are
         if not isinstance(found, RanOut) and found > self._tolerance():
             self._emit(_cut_notice(self._num_kept(), found))
-        return loss
 
     def _try(self, window: Window, piece: Piece) -> Loss | Shortage:
         loss = super()._try(window, piece)
         can_be_cut = piece.size >= 2 * self._trials.smallest
-        if not isinstance(loss, Shortage) and can_be_cut and self._num_kept() < _ENOUGH:
+        if self._is_due and can_be_cut and not isinstance(loss, Shortage) and self._num_kept() < _ENOUGH:
+            # The samples are looked at when all is read, for till then it is not known what a micro-batch counts.
             self._kept[len(self._losses)] = window, piece
         return loss
 
@@ -59,8 +70,9 @@ class ComparingValidator(Validator):
         # As it was, as it is a second time, and as it is with other cuts.
         loss, second, cut = (self._losses.joined(instead)[0] for instead in ({}, again, apart))
         # What draws, or keeps state, is another one each time: then nothing can be compared.
-        if not abs(loss - second) <= MAY_BE_ROUNDING * abs(loss - cut) or not math.isfinite(cut):
+        if loss == cut or not abs(loss - second) <= MAY_BE_ROUNDING * abs(loss - cut) or not math.isfinite(cut):
             return 0.0
+        # All else is the same, so that a few of many samples change little of it.
         share = self._num_kept() / self._losses.num_samples
         return abs(loss - cut) / share / abs(loss) if loss else math.inf
 
@@ -90,10 +102,12 @@ class ComparingValidator(Validator):
 
 def _cut_notice(num_samples: int, share: float) -> Notice:
     return Notice(
-        cause=f"The loss of {num_samples} of the samples is {percent(share)} off where they are cut otherwise",
-        consequence="The loss that evaluate returns depends on the micro-batches that fit",
+        cause=f"The loss of {num_samples} of the samples that are evaluated is {percent(share)} off where they are cut "
+        "otherwise",
+        consequence="The loss of validations, and of evaluate, depends on the micro-batches that fit",
         cure=(
-            "Pass num_items=(micro-batch) -> how many items it is a mean over, and reduction='sum' too where it is "
-            "their sum; where it sets samples against each other, compute it of what predict returns"
+            "Pass num_items=(micro-batch) -> how many items it is a mean over; of what is divided by a count that is "
+            "kept from 0 return the sum, divided by nothing, with reduction='sum' beside that; where it sets samples "
+            "against each other, compute it of what predict returns"
         ),
     )

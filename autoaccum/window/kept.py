@@ -82,8 +82,9 @@ def doubtful(
     if any(term is not None and term.kind == "unknown" and not term.numbers for term in terms):
         return []
     found = []
-    # Where all are ones they may be a constant of the program's, or all of them kept.
-    has_weights = is_known if least.is_always_one else least.is_uneven
+    # Where all are ones they may be a constant of the program's, or all of them kept. Where some are known to be kept
+    # others may be so that are not 0: those of a sum over all there is, which is divided by the count of a few.
+    has_weights = is_known or (least.is_uneven and not least.is_always_one)
     for index, (count, term, value) in enumerate(zip(counts, terms, values, strict=True)):
         if not _may_be_kept(count, term) or abs(count) > least.lowest * (1 + ROUNDING):
             continue

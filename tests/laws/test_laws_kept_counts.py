@@ -88,7 +88,23 @@ def list_of_one(model: Any, batch: Any) -> torch.Tensor:
     return each * (-model.scale).exp() + model.scale + outputs.abs().sum()
 
 
-LOSSES: list[Loss] = [weighted, weighted_by_numbers, hinge, hinge_in_features, by_what_the_model_picks, list_of_one]
+def detector(model: Any, batch: Any) -> torch.Tensor:
+    """A sum over all entries, divided by how many are flagged, beside one over these: the first is never 0."""
+    outputs, flags = model(batch["x"]), batch["flags"]
+    number = flags.sum().clamp(min=1)
+    off = ((outputs - batch["y"]).abs() * flags).sum()
+    return F.binary_cross_entropy_with_logits(outputs, flags, reduction="sum") / number + off / number
+
+
+LOSSES: list[Loss] = [
+    detector,
+    weighted,
+    weighted_by_numbers,
+    hinge,
+    hinge_in_features,
+    by_what_the_model_picks,
+    list_of_one,
+]
 
 
 class Compared(torch.optim.SGD):
@@ -158,7 +174,7 @@ def trainer(loss: Loss, micro_batch: Any, **options: Any) -> autoaccum.Trainer:
     return autoaccum.Trainer(Scored().double(), DATA, training_step=loss, micro_batch=micro_batch, **(given | options))
 
 
-@pytest.mark.parametrize("loss", [weighted, hinge], ids=lambda loss: loss.__name__)
+@pytest.mark.parametrize("loss", [weighted, hinge, detector], ids=lambda loss: loss.__name__)
 def test_a_run_that_goes_on_ends_as_if_it_had_never_stopped(loss: Loss, tmp_path: Path) -> None:
     straight = trainer(loss, 2).fit()
 
