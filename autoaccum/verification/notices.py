@@ -333,7 +333,7 @@ def percent(error: float) -> str:
 
 def ones_notice(error: float) -> Notice:
     """Return what to say of a window with a count of 1, where such a count was measured to stand for none as well."""
-    off = f"windows that hold such a micro-batch get a gradient up to {percent(error)} off"
+    off = f"windows that hold such a micro-batch get a wrong gradient, {percent(error)} off for the samples measured"
     return Notice(
         cause=f"The loss divides by a count that is kept from 0 where nothing counts, as by clamp(min=1): {off}",
         consequence="A micro-batch without items counts for some, and so the others count for too little",
@@ -355,7 +355,7 @@ def part_of_state_notice() -> Notice:
 
 def uncounted_notice(error: float) -> Notice:
     """Return what to say of a micro-batch that ``num_items`` counts 0 in, but which was measured to have a loss."""
-    off = f"windows that hold such a micro-batch get a gradient up to {percent(error)} off"
+    off = f"windows that hold such a micro-batch get a wrong gradient, {percent(error)} off for the samples measured"
     return Notice(
         cause=f"The loss of a micro-batch in which num_items counts 0 is not 0: {off}",
         consequence="A micro-batch that counts nothing is left out, with its loss",
@@ -365,7 +365,7 @@ def uncounted_notice(error: float) -> Notice:
 
 def dropped_notice(error: float) -> Notice:
     """Return what to say of a micro-batch whose loss is not a number, but which was measured to count something."""
-    off = f"windows that hold such a micro-batch get a gradient up to {percent(error)} off"
+    off = f"windows that hold such a micro-batch get a wrong gradient, {percent(error)} off for the samples measured"
     return Notice(
         cause=f"The loss of a micro-batch is not a number, as a mean over nothing is, where another term counts: {off}",
         consequence="A micro-batch whose loss is not a number is left out, with all that it counts",
