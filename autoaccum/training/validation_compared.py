@@ -19,22 +19,22 @@ from autoaccum.memory.waiting import Shortage
 from autoaccum.planning.attempts import Piece
 from autoaccum.training.validation import Validator
 from autoaccum.training.validation_losses import Loss, Losses, read
-from autoaccum.verification.comparison import MAY_BE_ROUNDING, MOST_ROUNDING
 from autoaccum.verification.notices import percent
 
 _ENOUGH = 14
 """Samples that are compared, in micro-batches that double: more would take time where the data are few."""
+_MAY_BE_ROUNDING = {False: 3e-3, True: 0.1}
+"""Shares of a loss that are taken for rounding, by whether it has 16 bits, or what it is computed by."""
 
 
 class ComparingValidator(Validator):
     """Runner of passes, of the first of which it is measured whether its loss is the same however data are cut."""
 
     _is_due = True
+    _has_16_bits = False
 
     def _run(self, step: int, epoch: int, training_micro_batch: int) -> float:
         self._kept: dict[int, tuple[Window, Piece]] = {}  # by their places among all micro-batches
-        # What a before_window shares with micro-batches is there as long as their window.
-        self._is_due = self._is_due and self._sharing is None
         loss = super()._run(step, epoch, training_micro_batch)
         if self._kept:
             self._compare()
@@ -46,8 +46,8 @@ class ComparingValidator(Validator):
         try:
             found = attempt(self._share_off)
         except Exception:
-            found = 0.0  # of some parts there is no loss, which says nothing of those that there are
-        if not isinstance(found, RanOut) and found > self._tolerance():
+            found = 0.0  # of some parts there is no loss, or no more what their window has shared
+        if not isinstance(found, RanOut) and found > _MAY_BE_ROUNDING[self._is_rounded()]:
             self._emit(_cut_notice(self._num_kept(), found))
 
     def _try(self, window: Window, piece: Piece) -> Loss | Shortage:
@@ -70,7 +70,7 @@ class ComparingValidator(Validator):
         # As it was, as it is a second time, and as it is with other cuts.
         loss, second, cut = (self._losses.joined(instead)[0] for instead in ({}, again, apart))
         # What draws, or keeps state, is another one each time: then nothing can be compared.
-        if loss == cut or not abs(loss - second) <= MAY_BE_ROUNDING * abs(loss - cut) or not math.isfinite(cut):
+        if loss == cut or not abs(loss - second) <= 1e-3 * abs(loss - cut) or not math.isfinite(cut):
             return 0.0
         # All else is the same, so that a few of many samples change little of it.
         share = self._num_kept() / self._losses.num_samples
@@ -91,13 +91,17 @@ class ComparingValidator(Validator):
                 self._metrics.forget()
         return found
 
-    def _tolerance(self) -> float:
-        """Return what may be rounding: much more where anything is computed in 16 bits."""
+    def _compute(self, model: Any, batch: Any) -> torch.Tensor:
+        loss = super()._compute(model, batch)
+        self._has_16_bits = self._has_16_bits or loss.element_size() < 4
+        return loss
+
+    def _is_rounded(self) -> bool:
+        """Return whether anything is computed in 16 bits, as far as that is seen."""
         with self._autocast():
             casts = torch.is_autocast_enabled(self._device.type)
-        tensors: list[Any] = [p for module in self._modules for p in module.parameters(recurse=False)]
-        is_short = casts or any(tensor.is_floating_point() and tensor.element_size() < 4 for tensor in tensors)
-        return MOST_ROUNDING if is_short else MAY_BE_ROUNDING
+        tensors = [p for module in self._modules for p in module.parameters(recurse=False)]
+        return casts or self._has_16_bits or any(t.is_floating_point() and t.element_size() < 4 for t in tensors)
 
 
 def _cut_notice(num_samples: int, share: float) -> Notice:
