@@ -116,7 +116,6 @@ class Validator:
         self.has_outputs: Callable[[], bool] = bool
         """() -> whether losses are known to come with outputs; for whoever knows it of training to set."""
         self._beside = Outputs(joins=False)  # tensors of a whole pass may be more than the host holds
-        self._losses = Losses()  # of the last pass
         self._computed: Computed | None = None  # by the last forward, where that is more than a loss
         self._emit = emit
         # The ways that have not failed yet, of which the first is taken. Without one losses are averaged over samples.
@@ -147,7 +146,7 @@ class Validator:
 
     def _run(self, step: int, epoch: int, training_micro_batch: int) -> float:
         started = clock.now()
-        self._losses = losses = Losses()
+        losses = Losses()
         num_samples = largest = 0
         patience = Patience(self._limit, self._patience, self._emit, step=step, phase="validation")
         self._beside.begin()
@@ -191,7 +190,11 @@ class Validator:
             )
         )
         self._emit(found)
+        self._passed(losses)
         return found.loss
+
+    def _passed(self, losses: Losses) -> None:
+        """Hear what the micro-batches of a pass have come to."""
 
     def _agreed(self, found: Validated) -> Validated:
         """Return what is told of a pass."""

@@ -35,45 +35,51 @@ class ComparingValidator(Validator):
 
     def _run(self, step: int, epoch: int, training_micro_batch: int) -> float:
         self._kept: dict[int, tuple[Window, Piece]] = {}  # by their places among all micro-batches
-        loss = super()._run(step, epoch, training_micro_batch)
-        if self._kept:
-            self._compare()
-        self._is_due = False
+        self._num_run = 0
+        try:
+            return super()._run(step, epoch, training_micro_batch)
+        finally:
+            self._kept = {}
+
+    def _try(self, window: Window, piece: Piece) -> Loss | Shortage:
+        loss = super()._try(window, piece)
+        if isinstance(loss, Shortage):
+            return loss
+        can_be_cut = piece.size >= 2 * self._trials.smallest
+        if self._is_due and can_be_cut and self._num_kept() < _ENOUGH:
+            # The samples are looked at when all is read, for till then it is not known what a micro-batch counts.
+            self._kept[self._num_run] = window, piece
+        self._num_run += 1
         return loss
 
-    def _compare(self) -> None:
+    def _passed(self, losses: Losses) -> None:
         """Say by how much the loss depends on cuts."""
+        self._is_due = False
+        if not self._kept:
+            return
         try:
-            found = attempt(self._share_off)
+            found = attempt(lambda: self._share_off(losses))
         except Exception:
             found = 0.0  # of some parts there is no loss, or no more what their window has shared
         if not isinstance(found, RanOut) and found > _MAY_BE_ROUNDING[self._is_rounded()]:
             self._emit(_cut_notice(self._num_kept(), found))
 
-    def _try(self, window: Window, piece: Piece) -> Loss | Shortage:
-        loss = super()._try(window, piece)
-        can_be_cut = piece.size >= 2 * self._trials.smallest
-        if self._is_due and can_be_cut and not isinstance(loss, Shortage) and self._num_kept() < _ENOUGH:
-            # The samples are looked at when all is read, for till then it is not known what a micro-batch counts.
-            self._kept[len(self._losses)] = window, piece
-        return loss
-
     def _num_kept(self) -> int:
         return sum(piece.size for _, piece in self._kept.values())
 
-    def _share_off(self) -> float:
+    def _share_off(self, losses: Losses) -> float:
         """Return how far the loss of what is kept is off where it is cut, as a share of all; 0 where nothing tells."""
         with self._evaluating():
             again = {place: self._losses_of(*kept, [kept[1].size]) for place, kept in self._kept.items()}
             apart = {place: self._losses_of(*kept, self._cut(kept[1].size)) for place, kept in self._kept.items()}
         read([*again.values(), *apart.values()])
         # As it was, as it is a second time, and as it is with other cuts.
-        loss, second, cut = (self._losses.joined(instead)[0] for instead in ({}, again, apart))
+        loss, second, cut = (losses.joined(instead)[0] for instead in ({}, again, apart))
         # What draws, or keeps state, is another one each time: then nothing can be compared.
         if loss == cut or not abs(loss - second) <= 1e-3 * abs(loss - cut) or not math.isfinite(cut):
             return 0.0
         # All else is the same, so that a few of many samples change little of it.
-        share = self._num_kept() / self._losses.num_samples
+        share = self._num_kept() / losses.num_samples
         return abs(loss - cut) / share / abs(loss) if loss else math.inf
 
     def _cut(self, size: int) -> Sequence[int]:

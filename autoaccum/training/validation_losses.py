@@ -112,13 +112,10 @@ class Losses:
         # Each micro-batch's by itself, joined at the end: how they go together shows only when all are there.
         self._found: list[tuple[int, list[Part]]] = []
 
-    def __len__(self) -> int:
-        return len(self._found) + len(self._unread)
-
     @property
     def num_samples(self) -> int:
-        """Count the samples of all of them."""
-        return sum(size for size, _ in (*self._found, *self._unread))
+        """Count the samples of those that were read."""
+        return sum(size for size, _ in self._found)
 
     def add(self, num_samples: int, loss: Loss) -> None:
         """Add that of a micro-batch."""
