@@ -19,8 +19,9 @@ Hypothesis = str
 what its graph divides by. samples: a mean over samples. sum: a sum over samples. sum and penalties: the same, but terms
 of parameters alone stand in it once."""
 
-TermKind = Literal["items", "items or none", "samples", "sum"]
-"""What one of several terms is. items or none: where it is 0, its count was kept from 0, and stands for none."""
+TermKind = Literal["items", "items or none", "items or one", "samples", "sum"]
+"""What one of several terms is. items or none: where it is 0, its count was kept from 0, and stands for none. items or
+one: where it is not 0 either, a count of 1 may stand for none."""
 
 WORDS: dict[str, str] = {
     "num_items": "a mean over what num_items counts",
@@ -34,7 +35,9 @@ WORDS: dict[str, str] = {
 SUMS: tuple[Hypothesis, ...] = ("sum", "sum and penalties")
 """Those by which each micro-batch counts once, whatever it holds."""
 
-OVER_ITEMS: tuple[TermKind, ...] = ("items", "items or none")
+KEPT_FROM_0: tuple[TermKind, ...] = ("items or none", "items or one")
+"""Those whose counts are known to be kept from 0."""
+OVER_ITEMS: tuple[TermKind, ...] = ("items", *KEPT_FROM_0)
 """Those that are means over what they count."""
 
 OF_ONE = (None, *WORDS)
@@ -64,8 +67,25 @@ def kinds_in(hypothesis: Hypothesis | None) -> Mapping[str, TermKind] | None:
 def with_none(hypothesis: Hypothesis, names: Iterable[str]) -> Hypothesis:
     """Return the same hypothesis of several terms, of which some may count nothing where their count says otherwise."""
     kinds = kinds_in(hypothesis)
-    none: dict[str, TermKind] = dict.fromkeys(names, "items or none")
-    return hypothesis if kinds is None else of_terms({**kinds, **none})
+    if kinds is None:
+        return hypothesis
+    none: dict[str, TermKind] = {name: "items or none" for name in names if kinds.get(name) not in KEPT_FROM_0}
+    return of_terms({**kinds, **none})
+
+
+def with_ones(hypothesis: Hypothesis, names: Iterable[str] | None = None) -> Hypothesis:
+    """Return the same hypothesis, by which counts of 1 may stand for none in these terms alone.
+
+    Args:
+        hypothesis: of several terms.
+        names: those that are not 0 there; all whose counts are kept from 0 where left out.
+    """
+    kinds = kinds_in(hypothesis)
+    if kinds is None:
+        return hypothesis
+    known = [name for name, kind in kinds.items() if kind in KEPT_FROM_0]
+    ones: dict[str, TermKind] = dict.fromkeys(known if names is None else names, "items or one")
+    return of_terms({**kinds, **dict.fromkeys(known, "items or none"), **ones})
 
 
 def is_stated(hypothesis: Hypothesis, reduction: str | Mapping[str, str] | None) -> bool:
@@ -109,12 +129,17 @@ def term_by_term(hypothesis: Hypothesis) -> str:
 _SHORT: dict[TermKind, str] = {
     "items": "mean over its items",
     "items or none": "mean over its items, or none",
+    "items or one": "mean over its items, or none, which count as one",
     "samples": "mean over samples",
     "sum": "sum over samples",
 }
 _SAID: dict[TermKind, tuple[str, str]] = {
     "items": ("a mean over items of its own", "{} means over items of their own"),
     "items or none": ("a mean over items that there may be none of", "{} means over items that there may be none of"),
+    "items or one": (
+        "a mean over items, none of which may count as one",
+        "{} means over items, none of which may count as one",
+    ),
     "samples": ("a mean over samples", "{} means over samples"),
     "sum": ("a sum over samples", "{} sums over samples"),
 }

@@ -95,8 +95,9 @@ def evaluate(
     """Return the loss and the metrics of a model on data, the same whatever the micro-batches of a mean, or of a sum.
 
     The model is evaluated where it lies, in eval mode, and left as it was: modes, buffers, gradients, random states.
-    A few samples are computed twice, with other cuts: of a loss that depends on these an AutoaccumWarning says so.
-    Under several ranks each process that calls this evaluates all of the data.
+    Where it is in doubt what the loss is a mean over, beside num_items say, a few samples are computed again at the
+    end, with other cuts; an AutoaccumWarning says where the loss depends on these. Under several ranks each process
+    that calls this evaluates all of the data.
 
     Args:
         model: the module, on its device; not sharded.
@@ -149,7 +150,7 @@ def evaluate(
         validator = validator_of(
             ComparingValidator, model, [*modules_of(model, loss_fn, training_step), *held], given, checked[split_of],
             place, loss_of=loss_of, of_outputs=loss_fn is not None, num_items=num_items, autocast=context,
-            emit=announcer.tell,
+            emit=announcer.tell, is_doubtful=num_items is not None and reduction is None,
             metrics=Metrics(metrics, model, of=of, autocast=context) if metrics else None,
         )  # fmt: skip
         if metrics:

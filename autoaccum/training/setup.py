@@ -25,6 +25,7 @@ from autoaccum.errors import ArgumentError, ArgumentTypeError
 from autoaccum.events import Event
 from autoaccum.loss.coupling import smallest_micro_batch
 from autoaccum.loss.functions import loss_function, stated
+from autoaccum.loss.hypotheses import kinds_in
 from autoaccum.loss.stated import LossOf
 from autoaccum.loss.windowed import window_loss_of
 from autoaccum.memory.base import Memory
@@ -48,7 +49,6 @@ from autoaccum.training.learning_rate import LearningRate
 from autoaccum.training.metrics import Metrics
 from autoaccum.training.options import FitArguments
 from autoaccum.training.validation import Validator
-from autoaccum.training.validation_compared import ComparingValidator
 from autoaccum.training.validation_together import ValidatorOfAll
 from autoaccum.training.validation_windows import ValidatorOfWindows
 from autoaccum.verification.examiner import Examiner
@@ -526,8 +526,7 @@ def validator_of(
     metrics = arguments.metrics
     # Put into eval mode together; a loss may hold dropout, and a metric that is a module too.
     modules: Sequence[nn.Module] = [*arguments.modules(), *metric_modules(arguments)]
-    # A loss whose windows are not to be measured is not in validations either.
-    kind: Any = ComparingValidator if arguments.verify else Validator
+    kind: Any = Validator
     if isinstance(step.transaction, ShardedTransaction):
         transaction, tuner = step.transaction, step.tuner
         # Each forward asks all ranks for their parts.
@@ -561,6 +560,7 @@ def validator_of(
     )
     validator.set_fewest(arguments.min_micro_batch or 1)
     validator.has_outputs = lambda: step.transaction.outputs.are_there
+    validator.mends_ones = lambda: "items or one" in (kinds_in(step.transaction.hypothesis) or {}).values()
     if (sharing := sharing_of(step.job)) is not None:
         validator.share(sharing, checked[schedule_of].at(Progress()))
     if metrics:

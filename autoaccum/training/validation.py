@@ -15,6 +15,7 @@ from autoaccum.data import batches, randomness
 from autoaccum.data.base import Reader, Source, Window
 from autoaccum.errors import ArgumentError, DataError, EmptyDatasetError, LossWithoutGradError, NothingFitsError
 from autoaccum.events import Event, Notice, OutOfMemory, Validated
+from autoaccum.loss.conclusions import DIVIDED_LATER
 from autoaccum.loss.counting import count_items
 from autoaccum.loss.functions import inputs_and_targets
 from autoaccum.loss.graph import graph_alone
@@ -115,6 +116,9 @@ class Validator:
         self._is_enforced = limit.is_enforced
         self.has_outputs: Callable[[], bool] = bool
         """() -> whether losses are known to come with outputs; for whoever knows it of training to set."""
+        self.mends_ones: Callable[[], bool] = bool
+        """() -> whether counts of 1 that may stand for none are measured in windows; likewise."""
+        self._has_told_ones = False
         self._beside = Outputs(joins=False)  # tensors of a whole pass may be more than the host holds
         self._computed: Computed | None = None  # by the last forward, where that is more than a loss
         self._emit = emit
@@ -194,7 +198,10 @@ class Validator:
         return found.loss
 
     def _passed(self, losses: Losses) -> None:
-        """Hear what the micro-batches of a pass have come to."""
+        """Say what is to be said of the losses of a pass."""
+        if not self._has_told_ones and self.mends_ones() and losses.have_ones():
+            self._has_told_ones = True
+            self._emit(_OF_ONES)
 
     def _agreed(self, found: Validated) -> Validated:
         """Return what is told of a pass."""
@@ -518,6 +525,12 @@ _BY_SAMPLES = Notice(
     cause="What the validation loss is a mean over could not be read: the model or the loss cannot be run with a graph",
     consequence="It is averaged over samples, and so may depend on the micro-batch of validation",
     cure="Pass num_items=(micro-batch) -> how many items its loss is a mean over",
+)
+_OF_ONES = Notice(
+    cause="The loss divides by a count that is kept from 0 where nothing counts, as by clamp(min=1): windows that are "
+    "trained on are mended, and validations are not",
+    consequence="In a validation micro-batches without items count for some, so that its loss depends on which fit",
+    cure=DIVIDED_LATER,
 )
 
 

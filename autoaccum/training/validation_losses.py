@@ -6,6 +6,7 @@ micro-batch would wait for its own forward.
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -15,6 +16,7 @@ import torch
 
 from autoaccum.loss.conclusions import conclude, stands_for_none
 from autoaccum.loss.reading import Numbers
+from autoaccum.loss.reductions import is_one
 from autoaccum.loss.terms import Count, Reduction, divisor_of, without_none
 from autoaccum.memory.oom import insist
 from autoaccum.window.ending import Late
@@ -144,17 +146,8 @@ class Losses:
         Args:
             instead: losses that take the place of a micro-batch's, by its index.
         """
-        instead = instead or {}
-        found = [
-            each
-            for place, own in enumerate(self._found)
-            for each in (instead[place]._found if place in instead else [own])
-        ]
         # Each term over its own items, as in training; one that some micro-batches lack is joined over the others.
-        of_terms: dict[tuple[str, str], list[tuple[int, float, Reduction]]] = {}
-        for size, parts in found:
-            for loss, name, value, reduction in parts:
-                of_terms.setdefault((loss, name), []).append((size, value, reduction))
+        of_terms = self._of_terms(instead or {})
         totals = {key: total for key, of_term in of_terms.items() if (total := _joined_term(of_term)) is not None}
         # What is left of a loss whose terms are seen, and of which none counts anything, is no value of it.
         seen, counting = ({loss for loss, name in found if name != REST} for found in (of_terms, totals))
@@ -163,6 +156,25 @@ class Losses:
             if loss and (loss in counting or loss not in seen):
                 named[named_loss(loss)] = named.get(named_loss(loss), 0.0) + total
         return sum(totals.values()) if totals else math.nan, named
+
+    def _of_terms(self, instead: Mapping[int, Losses]) -> dict[tuple[str, str], list[tuple[int, float, Reduction]]]:
+        """Return (samples, value, how it was reduced) of each micro-batch that has a term, by the names of terms."""
+        of_terms: dict[tuple[str, str], list[tuple[int, float, Reduction]]] = {}
+        for place, own in enumerate(self._found):
+            for size, parts in instead[place]._found if place in instead else [own]:
+                for loss, name, value, reduction in parts:
+                    of_terms.setdefault((loss, name), []).append((size, value, reduction))
+        return of_terms
+
+    def have_ones(self) -> bool:
+        """Return whether some were divided by 1, and are not 0: a count that is kept from 0 may be that of none."""
+        found = itertools.chain.from_iterable(self._of_terms({}).values())
+        return any(value and is_one(reduction) for _, value, reduction in found)
+
+    def are_in_doubt(self) -> bool:
+        """Return whether the graphs of some do not tell what they come to together."""
+        columns = [list(zip(*of_term, strict=True)) for of_term in self._of_terms({}).values()]
+        return any(conclude(sizes, reductions).doubt is not None for sizes, _, reductions in columns)
 
 
 def read(late: Sequence[Late]) -> None:

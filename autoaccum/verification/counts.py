@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from autoaccum.loss.conclusions import finite, kind_of_term
-from autoaccum.loss.hypotheses import Hypothesis, TermKind, kinds_in, of_terms
+from autoaccum.loss.hypotheses import KEPT_FROM_0, OVER_ITEMS, Hypothesis, TermKind, kinds_in, of_terms
 from autoaccum.loss.terms import Reduction
 from autoaccum.verification.comparison import MAY_BE_ROUNDING
 from autoaccum.verification.findings import Cut, Part
@@ -50,6 +50,6 @@ def by_counts(
         if kind == "items" and any(total > abs(finite(term.divisor)) * (1 + MAY_BE_ROUNDING) for total in totals):
             kind = "items or none"
         # What other samples have shown is not undone by some in which nothing was kept from 0.
-        is_kept = kind == "items" and likely_kinds.get(name) == "items or none"
-        kinds[name] = "items or none" if is_kept else kind
+        before = likely_kinds.get(name, kind)
+        kinds[name] = before if kind in OVER_ITEMS and before in KEPT_FROM_0 else kind
     return of_terms(kinds) if set(kinds.values()) != {"sum"} else None

@@ -8,7 +8,17 @@ from dataclasses import replace
 from typing import Literal, get_args
 
 from autoaccum.loss.conclusions import conclude, kind_of_term
-from autoaccum.loss.hypotheses import SUMS, Conclusion, Hypothesis, TermKind, is_stated, kinds_in, of_terms, with_none
+from autoaccum.loss.hypotheses import (
+    SUMS,
+    Conclusion,
+    Hypothesis,
+    TermKind,
+    is_stated,
+    kinds_in,
+    of_terms,
+    with_none,
+    with_ones,
+)
 from autoaccum.loss.reductions import is_one
 from autoaccum.loss.terms import Reduction
 from autoaccum.memory.oom import is_out_of_memory, without_frames
@@ -155,7 +165,7 @@ def _decided(measurement: Measurement, cuts: list[Cut], likely: Hypothesis) -> D
     if not best.error <= tolerance:
         best = tried[0]  # a few samples do not tell which of several wrong ones is the least wrong for a window
     return Decision(
-        hypothesis=with_none(best.hypothesis or "items", measurement.kept),
+        hypothesis=_as_seen(measurement, best.hypothesis or "items", likely),
         passed=best.error <= tolerance,
         error=best.error,
         tensor=best.tensor,
@@ -166,6 +176,14 @@ def _decided(measurement: Measurement, cuts: list[Cut], likely: Hypothesis) -> D
         is_vacuous=best.is_vacuous,
         is_foreign=measurement.draws_foreign,
     )
+
+
+def _as_seen(measurement: Measurement, hypothesis: Hypothesis, likely: Hypothesis) -> Hypothesis:
+    """Return a hypothesis with the terms whose counts were seen to be kept from 0, here or where another was held."""
+    # What any count of 1 may stand for is asked in each window, of those terms alone of which it has to be.
+    held = {name for name, kind in (kinds_in(likely) or {}).items() if kind == "items or one"}
+    ones = {*measurement.kept_ones, *held} & {*(kinds_in(hypothesis) or ())}
+    return with_ones(with_none(hypothesis, measurement.kept), ones)
 
 
 def _measured(measurement: Measurement, cuts: list[Cut], hypothesis: Hypothesis) -> Outcome:
@@ -186,7 +204,8 @@ def _order(measurement: Measurement, cuts: list[Cut], likely: Hypothesis) -> lis
     names = list(kinds_in(likely) or ())  # of losses that have names
     order = in_order(sizes, reductions, counts_items=measurement.job.num_items is not None, names=names)
     counted = by_counts(measurement.shown, measurement.num_samples, cuts, likely)
-    order = order if counted is None else [counted, *(other for other in order if other != counted)]
+    if counted is not None:
+        order = list(dict.fromkeys([counted, with_ones(counted), *order]))
     return [other for other in order if is_stated(other, measurement.job.reduction)]
 
 
@@ -235,9 +254,10 @@ def _of_terms(
     # What the graphs of this window say comes first, then what they say of each term alone.
     found = [dict(zip(called, concluded.kinds.values(), strict=False)), kinds]
     # What is divided by a count that stands in no graph is a mean all the same, and a constant may be a count.
-    found += [dict.fromkeys(kinds, kind) for kind in get_args(TermKind)]
+    tried = [kind for kind in get_args(TermKind) if kind != "items or one"]  # which counts tell, or nothing
+    found += [dict.fromkeys(kinds, kind) for kind in tried]
     for name in kinds if count <= _FEW_TERMS else ():
-        found += [kinds | {name: kind} for kind in get_args(TermKind)]
+        found += [kinds | {name: kind} for kind in tried]
     return list(dict.fromkeys(of_terms(kinds) for kinds in found if kinds and set(kinds.values()) != {"sum"}))
 
 

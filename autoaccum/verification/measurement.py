@@ -118,7 +118,9 @@ class Measurement:
         self.dropped: set[int] = set()
         """Samples that were found to have nothing to count, by a loss that is not a number."""
         self.kept: set[str] = set()
-        """Terms whose counts were seen to be kept from 0."""
+        """Terms whose counts were seen to be kept from 0, where they are 0."""
+        self.kept_ones: set[str] = set()
+        """The same where they are not."""
         self.draws_foreign = False
         """Whether Python's or NumPy's generator was drawn from."""
         self.trained: set[int] = set()
@@ -538,13 +540,16 @@ class Measurement:
                     open_ones.append(doubt)
             kept = sum(doubt.count for doubt in open_ones)
             left = total - sum(counts) + kept
+            # Those that are not 0 may be all that is left; where they are more, some of them stand for none.
+            adding = sum(doubt.count for doubt in open_ones if not doubt.is_zero)
             for doubt in open_ones if kept and may_stand_for(left, kept) else ():
-                counts[doubt.index] = doubt.count * left / kept
+                share = 1 - doubt.is_zero if is_same(left, adding) else left / kept
+                counts[doubt.index] = doubt.count * share
             for doubt in (doubt for doubt in gradient.doubts if doubt.name == name):
                 if not is_same(counts[doubt.index], doubt.assumed):
                     piece = starts[doubt.index], len(cut[doubt.index]), name
                     several.told = {**several.told, piece: counts[doubt.index]}
-                    self.kept.add(name)
+                    (self.kept if doubt.is_zero else self.kept_ones).add(name)
         return bool(several.told)
 
     def _count(self, part: Part, place: int, names: Sequence[str]) -> float:

@@ -31,6 +31,8 @@ class InDoubt:
     """What its graph shows."""
     assumed: float
     """What it is taken for until that is known."""
+    is_zero: bool = False
+    """Whether the term is 0 there."""
 
 
 class Least(NamedTuple):
@@ -68,6 +70,7 @@ def doubtful(
     least: Least,
     *,
     is_known: bool,
+    also_ones: bool,
 ) -> list[int]:
     """Return the micro-batches of which a term may count less than its graph shows.
 
@@ -77,14 +80,14 @@ def doubtful(
         values: what each of them adds to the loss; None where that was not seen.
         least: the lowest count, these included.
         is_known: whether some counts of the term are known to be kept from 0.
+        also_ones: whether that is so where the term is not 0, as of a sum over all there is, divided by a few.
     """
     # Where the graph of any shows no count, samples stand for those of all.
     if any(term is not None and term.kind == "unknown" and not term.numbers for term in terms):
         return []
     found = []
-    # Where all are ones they may be a constant of the program's, or all of them kept. Where some are known to be kept
-    # others may be so that are not 0: those of a sum over all there is, which is divided by the count of a few.
-    has_weights = is_known or (least.is_uneven and not least.is_always_one)
+    # Where all are ones they may be a constant of the program's, or all of them kept.
+    has_weights = also_ones or (is_known if least.is_always_one else least.is_uneven)
     for index, (count, term, value) in enumerate(zip(counts, terms, values, strict=True)):
         if not _may_be_kept(count, term) or abs(count) > least.lowest * (1 + ROUNDING):
             continue

@@ -21,7 +21,7 @@ import torch
 
 from autoaccum.loss.conclusions import kind_of_term, stands_for_none
 from autoaccum.loss.graph import only_parameters
-from autoaccum.loss.hypotheses import OVER_ITEMS, TermKind
+from autoaccum.loss.hypotheses import KEPT_FROM_0, OVER_ITEMS, TermKind
 from autoaccum.loss.mistakes import refuse_unknown
 from autoaccum.loss.reading import Numbers
 from autoaccum.loss.reductions import read, without_graph
@@ -362,11 +362,12 @@ class Terms:
             )
             if column.is_nothing:
                 continue
-            is_known = column.kind == "items or none"
-            for index in doubtful(counts, terms, column.values, least[name], is_known=is_known):
+            is_known, also_ones = column.kind in KEPT_FROM_0, column.kind == "items or one"
+            for index in doubtful(counts, terms, column.values, least[name], is_known=is_known, also_ones=also_ones):
                 # Until it is known it is taken for what it was elsewhere.
-                is_none = is_known and _is_zero(column.values[index])
-                found.append(InDoubt(column.places[index], name, counts[index], 0.0 if is_none else counts[index]))
+                is_zero = _is_zero(column.values[index])
+                assumed = 0.0 if is_known and is_zero else counts[index]
+                found.append(InDoubt(column.places[index], name, counts[index], assumed, is_zero))
         return found, least
 
     def settle(self, doubts: Sequence[InDoubt], true: Mapping[tuple[int, str], float]) -> list[InDoubt]:

@@ -41,7 +41,7 @@ def told(loss_fn: Loss | None = cross_entropy, model: Any = None, data: Any = No
 DEPEND: dict[str, tuple[Loss, dict[str, Any]]] = {
     "a sum beside num_items": (summed, {"num_items": ones}),
     "a root": (lambda outputs, targets: mse_loss(outputs[:, 0], targets.float()).sqrt(), {}),
-    "a contrast": (lambda outputs, _: cross_entropy(outputs @ outputs.T, torch.arange(len(outputs))), {}),
+    "kept from 0": (lambda outputs, targets: outputs.exp().sum() / ((targets == 1).sum() // 4).clamp(min=1), {}),
     "by names": (lambda outputs, targets: {"a": summed(outputs, targets)}, {"num_items": {"a": ones}}),
 }
 DO_NOT: dict[str, tuple[Loss, dict[str, Any]]] = {
@@ -51,8 +51,9 @@ DO_NOT: dict[str, tuple[Loss, dict[str, Any]]] = {
     "a sum over a constant": (lambda outputs, targets: summed(outputs, targets) / 100, {}),
     "several": (lambda outputs, targets: {"a": cross_entropy(outputs, targets), "b": outputs.square().sum()}, {}),
     "no gradient": (lambda outputs, targets: (outputs.argmax(1) == targets).float().mean(), {}),
-    "nothing": (lambda outputs, _: (outputs - 100).relu().mean(), {}),
-    "draws": (lambda outputs, targets: cross_entropy(outputs + torch.randn_like(outputs), targets), {}),
+    "nothing": (lambda outputs, _: (outputs - 100).relu().square().mean().sqrt(), {}),
+    "rounding": (lambda outputs, _: mse_loss(outputs, outputs.double().tanh().atanh().float()).sqrt(), {}),
+    "draws": (lambda outputs, _: (outputs + torch.randn_like(outputs)).square().mean().sqrt(), {}),
 }
 
 
@@ -82,7 +83,7 @@ def test_it_says_how_far_the_loss_of_these_samples_is_off() -> None:
 
 def test_parts_have_as_many_samples_as_the_model_needs() -> None:
     model = nn.Sequential(nn.Linear(8, 3), nn.BatchNorm1d(3, track_running_stats=False))
-    assert "The loss of 28 of the samples" in told(model=model)
+    assert "The loss of 28 of the samples" in told(DEPEND["a root"][0], model)
 
 
 def test_what_16_bits_round_is_not_told() -> None:
@@ -101,11 +102,18 @@ def test_what_16_bits_round_is_not_told() -> None:
     assert told(short) == ""
 
 
-def test_nothing_else_changes() -> None:
-    """The loss, what it draws, data that are read once, and memory that runs out while parts are computed."""
+def test_nothing_of_it_remains() -> None:
+    """Of the loss, what it draws, what modules keep; and data may be such that are read once."""
+
+    class Counting(nn.Linear):
+        calls = 0
+
+        def forward(self, input: torch.Tensor) -> torch.Tensor:
+            self.calls += 1
+            return super().forward(input)
 
     def drawn(outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-        return cross_entropy(outputs + torch.rand(outputs.shape), targets)
+        return mse_loss(outputs[:, 0] + torch.rand(len(outputs)), targets.float()).sqrt()
 
     model, (inputs, targets) = noisy(), classes(50)
     state = torch.get_rng_state()
@@ -114,8 +122,15 @@ def test_nothing_else_changes() -> None:
     assert torch.get_rng_state().equal(state)
     second = autoaccum.evaluate(model, (inputs, targets), loss_fn=drawn)
     assert (first.loss, first.num_samples) == (second.loss, 50)
+    root, counting = DEPEND["a root"][0], Counting(8, 3)
     once = ((inputs[i : i + 10], targets[i : i + 10]) for i in range(0, 50, 10))
-    assert told(data=once) == ""
+    assert told(root, data=once) == ""
+    calls = []
+    for loss_fn in (cross_entropy, root):
+        counting.calls = 0
+        told(loss_fn, counting)
+        calls.append(counting.calls)
+    assert calls[0] == calls[1] > 1
 
 
 def test_memory_that_runs_out_in_it_is_nobodys(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -135,8 +150,8 @@ def test_memory_that_runs_out_in_it_is_nobodys(monkeypatch: pytest.MonkeyPatch) 
 
 
 @pytest.mark.parametrize(("verify", "times"), [(True, 1), (False, 0)])
-def test_the_first_validation_of_a_run_is_compared(verify: bool, times: int) -> None:
-    """Of a count that is kept from 0 windows are mended, and validations are not."""
+def test_a_run_says_once_that_validations_are_not_mended_as_windows_are(verify: bool, times: int) -> None:
+    """What is said of counts that are kept from 0 is known from windows, where these are measured."""
 
     def kept(outputs: torch.Tensor, targets: torch.Tensor) -> dict[str, torch.Tensor]:
         number = (targets == 1).sum().clamp(min=1)
@@ -152,7 +167,7 @@ def test_the_first_validation_of_a_run_is_compared(verify: bool, times: int) -> 
             progress=False, device="cpu", verify=verify, validation_data=(inputs.double(), targets), shuffle=False,
             callbacks=[seen.append],
         )  # fmt: skip
-    said = [event.cause for event in seen if isinstance(event, Notice) and "evaluated" in event.cause]
+    said = [event.cause for event in seen if isinstance(event, Notice) and "validations are not" in event.cause]
     assert len(said) == times
     assert sum(isinstance(event, Validated) for event in seen) == 3
 

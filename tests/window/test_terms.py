@@ -89,20 +89,27 @@ def test_wrong_totals_are_told() -> None:
 def test_a_count_that_was_kept_from_0_is_in_doubt_until_it_is_known() -> None:
     terms, _ = run("kept", {}, {"0": 6.0, "1": 4.0})
     doubts, least = terms.doubtful({})
-    assert doubts == [InDoubt(1, "1", 1.0, 1.0)]
+    assert doubts == [InDoubt(1, "1", 1.0, 1.0, is_zero=True)]
     assert least["1"].lowest == 1.0
     assert terms.settle(doubts, {}) == doubts
     assert terms.counts(terms.kinds())["1"] == [2.0, 1.0, 1.0]
     known, weight = run("kept", {"0": "items", "1": "items or none"}, {"0": 6.0, "1": 3.0})
     doubts, _ = known.doubtful({})
-    # It is taken for what it was elsewhere; and one that adds something may be kept as well.
-    assert doubts == [InDoubt(1, "1", 1.0, 0.0), InDoubt(2, "1", 1.0, 1.0)]
-    assert known.settle(doubts, {(1, "1"): 0.0, (2, "1"): 1.0}) == []
+    assert doubts == [InDoubt(1, "1", 1.0, 0.0, is_zero=True)], "it is taken for what it was elsewhere"
+    assert known.settle(doubts, {(1, "1"): 0.0}) == []
     assert known.counts(known.kinds())["1"] == [2.0, 0.0, 1.0]
     loss, gradient = expected()
     assert weight.grad is not None
     assert float(weight.grad) == pytest.approx(gradient, rel=1e-14)
     assert float(known.losses()[0]) == pytest.approx(loss, rel=1e-14)
+
+
+def test_where_ones_may_stand_for_none_those_that_are_not_0_are_in_doubt_too() -> None:
+    known, _ = run("kept", {"0": "items", "1": "items or one"}, {"0": 6.0, "1": 3.0})
+    doubts, _ = known.doubtful({})
+    assert doubts == [InDoubt(1, "1", 1.0, 0.0, is_zero=True), InDoubt(2, "1", 1.0, 1.0)]
+    assert known.settle(doubts, {(1, "1"): 0.0, (2, "1"): 0.0}) == []
+    assert known.counts(known.kinds())["1"] == [2.0, 0.0, 0.0]
 
 
 def test_without_values_the_loss_is_said_not_to_be_known() -> None:
