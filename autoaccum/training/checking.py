@@ -21,9 +21,9 @@ from autoaccum.events import Notice
 from autoaccum.loss.counting import count_items
 from autoaccum.loss.coupling import Crossing, couples_samples, crossings, smallest_micro_batch
 from autoaccum.loss.functions import loss_function, stated
-from autoaccum.loss.hypotheses import Hypothesis
+from autoaccum.loss.hypotheses import Hypothesis, TermKind, of_terms
 from autoaccum.loss.reductions import read, without_graph
-from autoaccum.loss.stated import CountItems, LossOf, Reducing, total
+from autoaccum.loss.stated import Computed, CountItems, LossOf, Reducing, total
 from autoaccum.loss.terms import Reduction
 from autoaccum.memory import clock
 from autoaccum.memory.devices import find_device, memory_of
@@ -54,6 +54,7 @@ from autoaccum.window.optimizers import trainable_parameters
 from autoaccum.window.raised import tell_micro_batch
 from autoaccum.window.state import State
 from autoaccum.window.surroundings import surroundings_of
+from autoaccum.window.terms import Terms
 
 
 # Its parameters, their texts, and those checked, are written by tests/write_signatures.py.
@@ -234,6 +235,8 @@ class _Shown:
     """By which operations the samples of each meet."""
     written: list[torch.Tensor] = field(default_factory=list)
     """What forwards have written to."""
+    kinds: dict[str, TermKind] = field(default_factory=dict)
+    """What each of several losses is that have names, and each of their terms, as a run takes them."""
 
 
 class _Check:
@@ -257,7 +260,11 @@ class _Check:
         looked = attempt(self._look)
         # Where there is no memory for so many samples there may be for fewer: the measurement tries.
         shown = _Shown() if isinstance(looked, RanOut) else looked
-        order = in_order(shown.sizes, shown.reductions, counts_items=self._job.num_items is not None)
+        order = in_order(
+            shown.sizes, shown.reductions, counts_items=self._job.num_items is not None, names=list(shown.kinds)
+        )
+        if shown.kinds and self._job.num_items is None:  # of which a run begins with each by itself
+            order = list(dict.fromkeys([of_terms(shown.kinds), *order]))
         most = max(MOST, 3 * self._smallest)
         verdict = measure(self._job, self._window, order[0], most=most, written=shown.written)
         if verdict.decision is None:
@@ -321,7 +328,12 @@ class _Check:
 
     def _look_at_part(self, batch: Any, num_samples: int, shown: _Shown) -> None:
         """Run some samples forward, and note what the graph of their loss shows."""
-        loss = total(self._job.loss_of(self._job.model, batch))
+        computed = self._job.loss_of(self._job.model, batch)
+        loss = total(computed)
+        if isinstance(computed, Computed) and computed.terms:
+            terms = Terms(num_samples, {}, {}, deferred=False)
+            terms.add(computed, {}, num_samples, None, lambda loss: loss)
+            shown.kinds |= terms.kinds()
         found = without_graph(read(loss, num_samples)), crossings(loss, num_samples)
         shown.sizes.append(num_samples)
         shown.reductions.append(found[0])
