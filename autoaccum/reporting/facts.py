@@ -6,6 +6,7 @@ Did it stay within memory, was that foreseen, what changed, is it exact, how fas
 from __future__ import annotations
 
 import math
+import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -363,7 +364,11 @@ def _verified(run: Run) -> Answer:
     # A measurement that fails is followed by others of what the run does about it, which the notices tell.
     if failed:
         text += f" {_many(failed, 'measurement')} failed, the last in step {measured['step'][errors > allowed][-1]:,}."
-    return Answer(question=question, text=f"{'Not always' if failed else 'Yes'}: {text}", good=not failed)
+    # Micro-batches that were measured by themselves, and found to be weighed wrongly, are told by their notices alone.
+    wrong = [cause for cause in run.events["Notice"]["cause"] if re.search(r"(%|wrong\)) off\b", cause)]
+    text += "" if failed or not wrong else f" But: {wrong[0]}."
+    good = not (failed or wrong)
+    return Answer(question=question, text=f"{'Yes' if good else 'Not always'}: {text}", good=good)
 
 
 def _speed(run: Run) -> Answer:

@@ -263,7 +263,8 @@ class _Check:
         order = in_order(
             shown.sizes, shown.reductions, counts_items=self._job.num_items is not None, names=list(shown.kinds)
         )
-        if shown.kinds and self._job.num_items is None:  # of which a run begins with each by itself
+        # A run begins with each of them by itself, and knows its terms by these names; kinds by others are of none.
+        if shown.kinds and self._job.num_items is None:
             order = list(dict.fromkeys([of_terms(shown.kinds), *order]))
         most = max(MOST, 3 * self._smallest)
         verdict = measure(self._job, self._window, order[0], most=most, written=shown.written)

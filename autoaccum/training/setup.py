@@ -560,6 +560,7 @@ def validator_of(
     )
     validator.set_fewest(arguments.min_micro_batch or 1)
     validator.has_outputs = lambda: step.transaction.outputs.are_there
+    # Windows have held this hypothesis: of data that are validated nothing is measured.
     validator.mends_ones = lambda: "items or one" in (kinds_in(step.transaction.hypothesis) or {}).values()
     if (sharing := sharing_of(step.job)) is not None:
         validator.share(sharing, checked[schedule_of].at(Progress()))

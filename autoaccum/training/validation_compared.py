@@ -69,6 +69,7 @@ class ComparingValidator(Validator):
         """Say by how much the loss depends on cuts."""
         if not self._kept or not (self._is_doubtful or losses.have_ones() or losses.are_in_doubt()):
             return
+        # Counters of the user's own, such as a model's number of calls, are no buffers.
         attributes = Attributes(self._modules)
         try:
             found = attempt(lambda: self._share_off(losses))
@@ -105,6 +106,7 @@ class ComparingValidator(Validator):
         parts = [positions[:first], positions[first:]] if is_cut else [positions[::-1]]
         found = Losses()
         for part in parts:
+            # Not as a micro-batch of the window, whose samples lie in one order, and are the loss's to edit.
             batch = batches.to_device(window.samples(part), self._device, copy=True)
             found.add(len(part), self._loss(batch, len(part)))
             self._outputs_of(len(part))

@@ -173,6 +173,7 @@ class Losses:
 
     def are_in_doubt(self) -> bool:
         """Return whether the graphs of some do not tell what they come to together."""
+        # As windows are concluded: of all micro-batches together, for one alone leaves more in doubt.
         columns = [list(zip(*of_term, strict=True)) for of_term in self._of_terms({}).values()]
         return any(conclude(sizes, reductions).doubt is not None for sizes, _, reductions in columns)
 

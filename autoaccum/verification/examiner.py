@@ -264,15 +264,16 @@ class Examiner:
                 with aside():
                     self._measure(window, gradient, number, most, reason, said)
             if self._occasions.status == "unmeasured":
-                said.extend(readings.doubts(self._job, gradient, self._met, self._shown))
+                for doubt in readings.doubts(self._job, gradient, self._met, self._shown):
+                    self._refuse_or_say(doubt, None, said)
             is_passed = self._occasions.status == "passed"
             # What was measured is true of code as it is written, of which windows that run compiled code see nothing.
             hides_items = is_passed and readings.is_hidden(gradient, self._transaction.hypothesis, self._rivals)
             if hides_items:
                 said.append(notices.compiled_notice())
             elif is_passed and self._transaction.hypothesis == "items" and readings.is_guessed(gradient, self._rivals):
-                doubt = notices.doubt_of(gradient.sizes, gradient.reductions)
-                said.extend([] if doubt is None else [doubt])
+                guess = notices.doubt_of(gradient.sizes, gradient.reductions)
+                said.extend([] if guess is None else [guess])
             if is_passed and gradient.differs:
                 self._refuse_or_say(notices.doubt_notice(*DIFFERING), None, said)
             if reason == "whole" or (is_passed and (gradient.suspects or gradient.doubts)):

@@ -549,7 +549,9 @@ class Measurement:
                 if not is_same(counts[doubt.index], doubt.assumed):
                     piece = starts[doubt.index], len(cut[doubt.index]), name
                     several.told = {**several.told, piece: counts[doubt.index]}
-                    (self.kept if doubt.is_zero else self.kept_ones).add(name)
+                    # What counts less than 1, and something, is a sum of weights, which their unevenness shows.
+                    is_none = is_same(counts[doubt.index], 0.0)
+                    (self.kept_ones if is_none and not doubt.is_zero else self.kept).add(name)
         return bool(several.told)
 
     def _count(self, part: Part, place: int, names: Sequence[str]) -> float:

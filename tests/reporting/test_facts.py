@@ -12,6 +12,15 @@ import pytest
 from autoaccum.events import Finished, Notice, OutOfMemory, Recomputed, Record, Replanned, Resumed, Validated
 from autoaccum.reporting import load_run, write_json
 from autoaccum.reporting.facts import Facts, Period, facts_of, periods
+from autoaccum.verification.notices import (
+    doubt_notice,
+    dropped_notice,
+    joined_notice,
+    ones_notice,
+    part_of_state_notice,
+    uncounted_notice,
+    unmeasured_notice,
+)
 from tests.reporting.synthetic import GIB, planned, report, saving, started, verified, write
 
 MIB = 2**20
@@ -32,6 +41,20 @@ def of(tmp_path: Path) -> Any:
 def answer(facts: Facts, question: str) -> tuple[str, bool | None]:
     (found,) = [(a.text, a.good) for a in facts.answers if question in a.question]
     return found
+
+
+def test_gradients_that_a_notice_tells_to_be_wrong_are_not_called_exact(of: Any) -> None:
+    """Micro-batches that were measured by themselves are told by their notices alone."""
+    others = [unmeasured_notice("it was too large"), part_of_state_notice(), doubt_notice("it divides by 1", "Do")]
+    text, good = answer(of(started(), report(1), verified(1e-9), *others), "exact")
+    assert (text.startswith("Yes: "), good) == (True, True)
+    for told in (ones_notice, uncounted_notice, dropped_notice, lambda error: joined_notice(error, 8, None)):
+        for error in (0.51, 1e-4, math.inf, 5.2):
+            notice = told(error)
+            text, good = answer(of(started(), report(1), verified(1e-9), notice), "exact")
+            assert text.startswith("Not always: cut windows were measured")
+            assert text.endswith(f" But: {notice.cause}.")
+            assert good is False
 
 
 def test_the_numbers(of: Any, tmp_path: Path) -> None:

@@ -54,6 +54,25 @@ class TestWhatIsMeasured:
         assert report.hypotheses["items"] > 0.1
         assert report.hypotheses["samples"] > 0.1
 
+    def test_losses_by_name_are_measured_as_a_run_measures_them(self) -> None:
+        """A detector's: all entries over the count of a few, which is kept from 0, beside a mean over these."""
+        inputs, _ = classes(12, DOUBLE)
+        flags = torch.zeros(12, 3, dtype=DOUBLE)
+        flags[::2] = torch.tensor([1.0, 1.0, 0.0])
+
+        def step(model: Any, batch: Any) -> dict[str, torch.Tensor]:
+            outputs, flags = model(batch[0]), batch[1]
+            number = flags.sum().clamp(min=1)
+            all_of_them = binary_cross_entropy_with_logits(outputs, flags, reduction="sum") / number
+            return {"all": all_of_them, "some": (outputs.abs() * flags).sum() / number}
+
+        report = check(mlp(DOUBLE), (inputs, flags), loss_fn=None, training_step=step)
+        assert report.passed is True
+        assert report.hypothesis == 'terms {"all": "items or one", "some": "items or none"}'
+        assert report.error is not None
+        assert report.error < 1e-14
+        assert report.hypotheses['terms {"all": "items", "some": "items"}'] > 0.01
+
     def test_what_the_user_counts(self) -> None:
         weights = torch.rand(12, dtype=DOUBLE) + 0.5
         inputs, targets = classes(12, DOUBLE)

@@ -14,7 +14,7 @@ from torch import nn
 from torch.nn.functional import cross_entropy
 
 import autoaccum
-from autoaccum.errors import LossSideEffectError, NonFiniteLossError, NotExactError
+from autoaccum.errors import AutoaccumWarning, LossSideEffectError, NonFiniteLossError, NotExactError
 from autoaccum.events import Event, Notice, Verified
 from autoaccum.loss.stated import CountItems
 from autoaccum.planning.attempts import Piece
@@ -298,6 +298,23 @@ class TestFailing:
         assert caught.value.error is not None
         assert caught.value.error > 1e-3
         assert Examined(strict=True).kinds(5, 3) == ["items"]
+
+    def test_a_guess_that_nothing_confirms_is_one_too(self) -> None:
+        """Of few samples none counts, which tells no mean from a sum: where it is said a run goes on."""
+        inputs = torch.randn(64, 8, dtype=DOUBLE, generator=torch.Generator().manual_seed(0))
+        flags = torch.zeros(64)
+        flags[0] = 1
+
+        def fit(**options: Any) -> None:
+            autoaccum.fit(
+                mlp(DOUBLE), (inputs, flags), effective_batch=64, micro_batch=8, steps=1, shuffle=False, progress=False,
+                loss_fn=lambda outputs, flags: outputs.exp().sum() / flags.sum().clamp(min=1), device="cpu", **options,
+            )  # fmt: skip
+
+        with pytest.warns(AutoaccumWarning, match="cannot be told"):
+            fit()
+        with pytest.raises(NotExactError, match="cannot be told"):
+            fit(strict=True)
 
     def test_what_could_not_be_measured_is_said_and_tried_again(self) -> None:
         left = [0, 1]
