@@ -69,7 +69,7 @@ def with_none(hypothesis: Hypothesis, names: Iterable[str]) -> Hypothesis:
     kinds = kinds_in(hypothesis)
     if kinds is None:
         return hypothesis
-    none: dict[str, TermKind] = {name: "items or none" for name in names if kinds.get(name) not in KEPT_FROM_0}
+    none: dict[str, TermKind] = {name: "items or none" for name in names if kinds.get(name) == "items"}
     return of_terms({**kinds, **none})
 
 
@@ -84,7 +84,8 @@ def with_ones(hypothesis: Hypothesis, names: Iterable[str] | None = None) -> Hyp
     if kinds is None:
         return hypothesis
     known = [name for name, kind in kinds.items() if kind in KEPT_FROM_0]
-    ones: dict[str, TermKind] = dict.fromkeys(known if names is None else names, "items or one")
+    wanted = [name for name in (known if names is None else names) if kinds.get(name) in OVER_ITEMS]
+    ones: dict[str, TermKind] = dict.fromkeys(wanted, "items or one")
     return of_terms({**kinds, **dict.fromkeys(known, "items or none"), **ones})
 
 

@@ -182,8 +182,7 @@ def _as_seen(measurement: Measurement, hypothesis: Hypothesis, likely: Hypothesi
     """Return a hypothesis with the terms whose counts were seen to be kept from 0, here or where another was held."""
     # What any count of 1 may stand for is asked in each window, of those terms alone of which it has to be.
     held = {name for name, kind in (kinds_in(likely) or {}).items() if kind == "items or one"}
-    ones = {*measurement.kept_ones, *held} & {*(kinds_in(hypothesis) or ())}
-    return with_ones(with_none(hypothesis, measurement.kept), ones)
+    return with_ones(with_none(hypothesis, measurement.kept), held | measurement.kept_ones)
 
 
 def _measured(measurement: Measurement, cuts: list[Cut], hypothesis: Hypothesis) -> Outcome:

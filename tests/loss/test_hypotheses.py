@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from autoaccum.loss.hypotheses import SUMS, WORDS, in_words, is_stated, kinds_in, of_terms
+from autoaccum.loss.hypotheses import SUMS, WORDS, in_words, is_stated, kinds_in, of_terms, with_none, with_ones
 
 
 def test_each_has_words_and_sums_are_told_from_means() -> None:
@@ -18,6 +18,17 @@ def test_the_kinds_of_terms_come_back_by_their_names_in_their_order() -> None:
     assert list((kinds_in(hypothesis) or {}).items()) == [("words = all", "items or none"), ("0", "sum")]
     assert kinds_in("items") is None
     assert kinds_in(None) is None
+
+
+def test_counts_are_kept_from_0_of_means_alone() -> None:
+    kinds = {"a": "items", "b": "items or none", "c": "items or one", "d": "samples", "e": "sum"}
+    hypothesis = of_terms(kinds)  # type: ignore[arg-type]
+    assert kinds_in(with_none(hypothesis, "acdex")) == kinds | {"a": "items or none"}
+    assert kinds_in(with_ones(hypothesis)) == kinds | {"b": "items or one"}
+    assert kinds_in(with_ones(hypothesis, "abex")) == kinds | {
+        "a": "items or one", "b": "items or one", "c": "items or none",
+    }  # fmt: skip
+    assert with_none("items", "a") == with_ones("items") == "items"
 
 
 def test_terms_are_told_by_how_many_there_are_of_each_kind() -> None:
