@@ -15,9 +15,15 @@ SOME, NOTHING = torch.tensor(2.5), torch.tensor(0.0)
 
 
 def doubts(
-    counts: list[float], terms: list[Term | None], values: list[torch.Tensor | None], *, is_known: bool = False
+    counts: list[float],
+    terms: list[Term | None],
+    values: list[torch.Tensor | None],
+    *,
+    is_known: bool = False,
+    also_ones: bool = False,
 ) -> list[int]:
-    return doubtful(counts, terms, values, least_of(counts, terms, Least()), is_known=is_known)
+    least = least_of(counts, terms, Least())
+    return doubtful(counts, terms, values, least, is_known=is_known, also_ones=also_ones)
 
 
 def test_what_adds_nothing_is_in_doubt_where_no_count_is_lower() -> None:
@@ -30,6 +36,8 @@ def test_weights_may_add_up_to_less_than_one() -> None:
     assert doubts([1.0, 1.7, 1.0], [ONE, COUNTED, ONE], [SOME, SOME, SOME]) == [0, 2]
     assert doubts([1.0, 2.0, 1.0], [ONE, COUNTED, ONE], [SOME, SOME, SOME]) == [], "of entries that each count one"
     assert doubts([1.3, 1.7], [COUNTED, COUNTED], [SOME, SOME]) == [], "neither was divided by 1"
+    kept = doubts([1.0, 2.0, 1.0], [ONE, COUNTED, ONE], [SOME, SOME, NOTHING], is_known=True, also_ones=True)
+    assert kept == [0, 2], "where those that are not 0 were seen to be kept"
 
 
 def test_a_constant_of_the_program_is_no_count() -> None:
@@ -53,7 +61,8 @@ def test_the_lowest_count_is_that_of_all_windows() -> None:
     least = least_of([2.0, 4.0], [COUNTED, COUNTED], Least())
     assert least == Least(2.0, is_uneven=False, is_always_one=False)
     assert least_of([0.0, 3.0], [None, COUNTED], least) == Least(2.0, is_uneven=True, is_always_one=False)
-    assert doubtful([3.0], [COUNTED], [NOTHING], least, is_known=True) == [], "another one was lower, and is not kept"
+    found = doubtful([3.0], [COUNTED], [NOTHING], least, is_known=True, also_ones=False)
+    assert found == [], "another one was lower, and is not kept"
     assert least_of([0.0], [COUNTED], Least()).lowest == math.inf
 
 
