@@ -21,7 +21,7 @@ from autoaccum.errors import NonFiniteLossError, NotExactError
 from autoaccum.events import Event, Notice, Verified
 from autoaccum.loss.conclusions import DIFFERING
 from autoaccum.loss.coupling import Crossing, crossings
-from autoaccum.loss.hypotheses import Hypothesis, with_none
+from autoaccum.loss.hypotheses import Hypothesis, kinds_in, with_none
 from autoaccum.loss.reductions import read, without_graph
 from autoaccum.loss.stated import LossOf
 from autoaccum.loss.terms import Reduction
@@ -274,7 +274,8 @@ class Examiner:
             elif is_passed and self._transaction.hypothesis == "items" and readings.is_guessed(gradient, self._rivals):
                 guess = notices.doubt_of(gradient.sizes, gradient.reductions)
                 said.extend([] if guess is None else [guess])
-            if is_passed and gradient.differs:
+            # By one weight for all of a loss it is no matter which term is which.
+            if is_passed and gradient.differs and kinds_in(self._transaction.hypothesis) is not None:
                 self._refuse_or_say(notices.doubt_notice(*DIFFERING), None, said)
             if reason == "whole" or (is_passed and (gradient.suspects or gradient.doubts)):
                 with aside():
@@ -456,7 +457,8 @@ class Examiner:
         window = self._transaction.shared or window
         hypothesis = self._transaction.hypothesis
         found = self._micro_batches.ones(window, here, hypothesis) if is_passed else None
-        if found is None and here.doubts and hypothesis is not None:
+        # What terms count is no matter where one weight was found for all of the loss.
+        if found is None and here.doubts and hypothesis is not None and kinds_in(hypothesis) is not None:
             found = self._settle_doubts(window, here, hypothesis, most, said)
         if found is not None:
             self._fail(*found, said)

@@ -51,8 +51,19 @@ def of_two_heads(model: nn.Module, batch: Any) -> torch.Tensor:
     return first + nn.functional.cross_entropy(logits[:, 2:], labels, ignore_index=7)
 
 
+def sample_by_sample(model: nn.Module, batch: Any) -> Any:
+    """Return two losses by name, each a mean over samples of what each one divides by its own count."""
+    inputs, targets, mask = batch
+    shares, rests = [], []
+    for own, counts in zip((model(inputs) - targets) ** 2, mask > 0, strict=True):
+        num = max(1, int(counts.sum()))
+        shares.append(own[counts].sum() / num)
+        rests.append(own.sum() / num)
+    return {"rest": sum(rests) / len(mask), "marked": sum(shares) / len(mask)}
+
+
 def gradients(
-    loss: Loss, mask: torch.Tensor, micro_batch: int, **options: Any
+    loss: Loss, mask: torch.Tensor, micro_batch: int, window: int = SAMPLES, **options: Any
 ) -> tuple[list[torch.Tensor], list[tuple[int, Any]]]:
     """Return the gradient of each window, and what was said with the number of the window it was said in."""
     generator = torch.Generator().manual_seed(0)
@@ -71,9 +82,9 @@ def gradients(
             said.append((len(found) + 1, event))
 
     autoaccum.fit(
-        model, (inputs, targets, mask), effective_batch=SAMPLES, micro_batch=micro_batch, training_step=loss,
+        model, (inputs, targets, mask), effective_batch=window, micro_batch=micro_batch, training_step=loss,
         optimizer=lambda parameters: Kept(parameters, lr=0.1), shuffle=False, device=DEVICE, callbacks=[hear],
-        progress=False, steps=len(mask) // SAMPLES, **options,
+        progress=False, steps=len(mask) // window, **options,
     )  # fmt: skip
     return found, said
 
@@ -99,6 +110,21 @@ def test_no_window_is_wrong_before_it_is_said(loss: Loss, window: int, micro_bat
         if (gradient - whole).norm() > 1e-6 * whole.norm():
             assert notices, f"window {number} is wrong"
             assert notices[0] <= number, f"window {number} was wrong before a word"
+
+
+@pytest.mark.device
+@pytest.mark.parametrize("micro_batch", [1, 2, 5])
+def test_where_samples_were_measured_to_weigh_it_is_no_matter_what_terms_count(micro_batch: int) -> None:
+    """Terms that come sample by sample are others in each micro-batch, and each may be divided by 1 for none."""
+    mask = torch.zeros(48, FEATURES, dtype=torch.float64)
+    for sample, count in {3: 3, 7: 1, 17: 1, 20: 2, 25: 2, 40: 1}.items():
+        mask[sample, :count] = 1
+    found, said = gradients(sample_by_sample, mask, micro_batch, 24, strict=True)
+    expected, _ = gradients(sample_by_sample, mask, 24, 24)
+    assert [event.hypothesis for _, event in said if isinstance(event, Verified)][-1] == "samples"
+    assert not [event for _, event in said if isinstance(event, Notice)]
+    for gradient, whole in zip(found, expected, strict=True):
+        torch.testing.assert_close(gradient, whole, rtol=1e-12, atol=1e-12)
 
 
 def test_the_lowest_count_is_kept_in_a_checkpoint(tmp_path: Any) -> None:
