@@ -18,6 +18,7 @@ from autoaccum.memory.oom import insist
 from autoaccum.ranks.units import units_of
 from autoaccum.training.hooks import Ready
 from autoaccum.training.options import FitArguments
+from autoaccum.training.synonyms import answering
 
 State = dict[str, Any]
 _SAVED = entries({"updates": whole(), "weights": a(dict)})
@@ -43,6 +44,7 @@ class EMA(Ready):
     >>> _ = ema.copy_to(model)  # for good
     """
 
+    @answering("EMA")
     def __init__(self, decay: float = 0.999, *, warm_up: bool = True, validate: bool = False) -> None:
         """Set up.
 

@@ -19,7 +19,7 @@ from autoaccum.reporting.lines import means_of
 from autoaccum.training import reported
 from autoaccum.training.hooks import Ready
 from autoaccum.training.options import FitArguments
-from autoaccum.training.synonyms import meant_by
+from autoaccum.training.synonyms import answering, meant_by
 
 State = dict[str, Any]
 _OF: dict[str, Check] = {"metric": a(str), "mode": one_of("min", "max")}  # which earlier versions did not save
@@ -152,6 +152,7 @@ class KeepBest(Watch):
     has_to_be_everywhere = True
     judges = True
 
+    @answering("KeepBest")
     def __init__(self, metric: str, mode: Literal["min", "max"]) -> None:
         """Set up.
 
@@ -193,6 +194,7 @@ class EarlyStopping(Watch):
     3
     """
 
+    @answering("EarlyStopping")
     def __init__(
         self,
         patience: int = 3,
@@ -212,7 +214,7 @@ class EarlyStopping(Watch):
         Raises:
             ArgumentError: an argument cannot be used.
         """
-        self.patience = _checks.positive_int("patience", patience, "It is in validations.")
+        self.patience = _checks.positive_int("patience", patience, "It is in validations; metric= names what to go by.")
         super().__init__(metric, mode, min_delta)
 
     def _begin(self) -> None:
@@ -236,6 +238,7 @@ class ReduceOnPlateau(Watch):
 
     has_to_be_everywhere = True
 
+    @answering("ReduceOnPlateau")
     def __init__(
         self,
         factor: float = 0.1,

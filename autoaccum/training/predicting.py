@@ -103,8 +103,7 @@ def predict(
 def _forward(model: Any, batch: Any) -> Any:
     """Return the outputs of a model for a batch, with or without targets."""
     # Most data that a model was trained on are pairs, whose targets it is not called with.
-    takes = _checks.positional(model)
-    if isinstance(batch, tuple | list) and len(batch) == 2 and (takes is None or takes.required < 2):
+    if _takes_inputs(model, batch):
         outputs = call(model, batch[0])
     else:
         outputs = call_on_batch(model, batch, why="", cure="Pass forward=(model, batch) -> outputs.")
@@ -112,6 +111,19 @@ def _forward(model: Any, batch: Any) -> Any:
     if isinstance(outputs, Mapping) and outputs.get("loss") is not None and len(outputs) > 1:
         return {name: value for name, value in outputs.items() if name != "loss"}
     return outputs
+
+
+def _takes_inputs(model: Any, batch: Any) -> bool:
+    """Return whether a model is called with the inputs alone of a batch that is a pair."""
+    takes = _checks.positional(model)
+    return isinstance(batch, tuple | list) and len(batch) == 2 and (takes is None or takes.required < 2)
+
+
+def _in_words(model: Any, batch: Any) -> str:
+    """Return what a model is called with, as code."""
+    if isinstance(batch, Mapping):
+        return "**batch"
+    return "batch[0]" if _takes_inputs(model, batch) else "*batch" if isinstance(batch, tuple | list) else "batch"
 
 
 class _Kept:
@@ -150,6 +162,7 @@ class Predictor(Validator):
         self._beside: Any = _Kept()
         self._window: Window
         self._piece: Piece
+        self._given: str
 
     def _try(self, window: Window, piece: Piece) -> Any:
         # What computes a micro-batch is told neither.
@@ -158,8 +171,11 @@ class Predictor(Validator):
 
     def _outcome(self, micro_batch: Callable[[], Any], size: int) -> tuple[Loss, Any, Any]:
         """Return outputs in the place of what stands beside a loss, of which there is none."""
+        batch = micro_batch()
+        # For the words of an error, whose example is to run.
+        self._given = _in_words(self._model, batch)
         with torch.no_grad(), self._autocast():
-            outputs = self._loss_of(self._model, micro_batch())
+            outputs = self._loss_of(self._model, batch)
         # Copied within the attempt: where the host has no room for them, the micro-batch is run in smaller pieces.
         found, start, done = _Kept(), self._piece.start, len(self._beside.positions)
         found.parts = [_on_host(outputs, size)]
@@ -182,9 +198,10 @@ class Predictor(Validator):
         except DataError as error:
             # Written for windows of training, of which there is none: only the cause is of use here.
             reason = _differing(kept) or f"cannot be joined: {error.__cause__ or error}"
+            call = f"model({self._given})" + (f"[{next(iter(kept[0]))!r}]" if isinstance(kept[0], Mapping) else "")
             raise DataError(
                 f"forward: the outputs of several micro-batches {reason}. Return a list with one entry per sample, as "
-                f"by forward=lambda model, batch: list(model(batch)), or what is of one shape."
+                f"by forward=lambda model, batch: list({call}), or what is of one shape."
             ) from None
         # Nearly always: to take rows by their places copies all of them once more.
         if places == sorted(places):

@@ -6,7 +6,7 @@ import difflib
 import functools
 import inspect
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, TypeVar, cast
 
 from autoaccum._units import kind_of
@@ -98,6 +98,22 @@ _IN_A_LOOP = {
 }
 """What a loop of the user's own does for arguments that an Accumulator does not have."""
 
+_OF_A_CALLBACK = {
+    "monitor": "Pass metric, 'loss' or the name of one of the run's metrics",
+    "metricforbestmodel": "Pass metric, 'loss' or the name of one of the run's metrics",
+    "greaterisbetter": "Pass mode='max' where higher is better, 'min' where lower is",
+    "threshold earlystoppingthreshold": "Pass min_delta",
+    "earlystoppingpatience": "Pass patience, in validations",
+}
+"""What a callback's arguments are called elsewhere."""
+
+_MISSING = {
+    "effective_batch": f"{_BATCH}.",
+    "data": f"{_DATA}.",
+    "mode": "Pass 'max' where higher is better, 'min' where lower is; by the lowest loss the best is kept without it.",
+}
+"""What to pass where an argument that has no default is left out."""
+
 _PASSES = ("evaluate", "predict")
 
 # Classes that hold a training loop or a part of one of their own. By name, for none of them is imported for this.
@@ -147,10 +163,19 @@ def answering(name: str) -> Callable[[F], F]:
             # As elsewhere one writes fit(model, inputs, targets).
             if len(args) > len(positional):
                 takes_data = "data" in positional
-                cure = "Name it; inputs and targets are one argument, data=(inputs, targets)." if takes_data else ""
-                given = kind_of(args[len(positional)])
-                accepted = f"no more than {', '.join(positional)} without a name"
-                raise ArgumentTypeError(f"argument {len(positional) + 1} of {name}", given, accepted, cure)
+                named = [f"{each}=..." for each in signature.parameters if each not in ("self", *positional)]
+                cure = f"Pass it by its name: {', '.join(named[:3])}{' and so on' if named[3:] else ''}."
+                if takes_data:
+                    cure = "Name it; inputs and targets are one argument, data=(inputs, targets)."
+                own = [each for each in positional if each != "self"]
+                given, place = kind_of(args[len(positional)]), len(own) + 1
+                accepted = f"no more than {' and '.join(own)} without a name"
+                raise ArgumentTypeError(f"argument {place} of {name}", given, accepted, cure)
+            for argument, parameter in signature.parameters.items():
+                is_there = argument in kwargs or argument in positional[: len(args)]
+                if parameter.default is inspect.Parameter.empty and not is_there:
+                    cure = _MISSING.get(argument, "")
+                    raise ArgumentTypeError(argument, "nothing", "a value, for it has no default", cure)
             model = kwargs["model"] if "model" in kwargs else next((arg for arg in args if _answer_to(arg)), None)
             # With a step of the caller's own a LightningModule is a module like any other.
             is_alone = has_loss and kwargs.get("training_step") is None and kwargs.get("loss_fn") is None
@@ -198,7 +223,11 @@ def _cure(argument: str, name: str, parameters: list[str]) -> str:
         return f"Train with it: fit measures a loss over the whole window in its first one, and {name} has none."
     if name in _PASSES and argument in ("loss_scope", "embed"):
         return "Embed by predict(model, data, forward=embed), and call loss_fn on what it returns, a window at a time."
+    if "metric" in parameters and (cure := _found(argument, _OF_A_CALLBACK)):
+        return cure
     if cure := elsewhere(argument):
+        if cure.startswith(_FITS) and "effective_batch" not in parameters:
+            return "Leave it out: how many samples fit at once is found out."
         # An Accumulator has no effective batch, say: whoever passed it next would be told so.
         meant = re.match(r"Pass (\w+)[,.;=(]", cure)
         # Arithmetic, which finds out nothing.
@@ -223,8 +252,12 @@ def meant_by(argument: str, parameters: Iterable[str]) -> str:
 
 def elsewhere(name: str) -> str:
     """Return what to pass here in the place of an argument of other trainers; empty where none has such a name."""
+    return _found(name, ELSEWHERE)
+
+
+def _found(name: str, cures: Mapping[str, str]) -> str:
     plain = _plain(name)
-    return next((f"{cure}." for names, cure in ELSEWHERE.items() if plain in names.split()), "")
+    return next((f"{cure}." for names, cure in cures.items() if plain in names.split()), "")
 
 
 def _plain(name: str) -> str:

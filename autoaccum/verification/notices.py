@@ -21,7 +21,7 @@ from autoaccum.verification.findings import FOREIGN, Cause, Decision
 # another by its consequence, which therefore holds no numbers: it is said once in a run.
 
 
-_REGROUP = "Pass batch_norm='ghost:32' or 'frozen', use GroupNorm or LayerNorm"
+_REGROUP = "Pass batch_norm='ghost:32' or 'frozen', or 'window', which is exact and slower; use GroupNorm or LayerNorm"
 _CONVERT = "Use GroupNorm or LayerNorm"
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import re
 from functools import partial
 from typing import Any
 
@@ -112,6 +113,33 @@ class TestRefused:
         assert "window" not in str(caught.value)
         assert caught.value.__suppress_context__
         assert caught.value.__cause__ is None
+
+    @pytest.mark.parametrize("form", ["tensor", "pair", "dict"])
+    def test_the_way_out_that_is_told_runs(self, form: str) -> None:
+        class Tagger(nn.Embedding):
+            def forward(self, input: torch.Tensor) -> Any:
+                logits = super().forward(input)
+                return {"loss": logits.mean(), "logits": logits} if form == "dict" else logits
+
+        texts: list[Any] = [torch.arange(length) for length in (5, 3, 4)]
+        if form == "dict":
+            texts = [{"input": text} for text in texts]
+        elif form == "pair":
+            texts = [(text, 0) for text in texts]
+
+        def collate(samples: list[Any]) -> Any:
+            if form == "dict":
+                return {"input": pad_sequence([sample["input"] for sample in samples], batch_first=True)}
+            if form == "pair":
+                return pad_sequence([text for text, _ in samples], batch_first=True), torch.zeros(len(samples))
+            return pad_sequence(samples, batch_first=True)
+
+        with pytest.raises(DataError) as caught:
+            autoaccum.predict(Tagger(8, 4), texts, collate_fn=collate)
+        told = re.search(r"forward=(lambda .*), or", str(caught.value))
+        assert told is not None
+        found = autoaccum.predict(Tagger(8, 4), texts, collate_fn=collate, forward=eval(told[1]))
+        assert [tuple(rows.shape[1:]) for rows in found] == [(4,)] * 3
 
     def test_outputs_of_different_parts(self) -> None:
         def forward(model: Any, batch: Any) -> Any:

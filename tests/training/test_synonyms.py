@@ -11,6 +11,7 @@ from torch import nn
 from torch.nn.functional import cross_entropy
 
 import autoaccum
+from autoaccum.callbacks import EMA, EarlyStopping, KeepBest, ReduceOnPlateau
 from autoaccum.errors import ArgumentTypeError
 from autoaccum.training.synonyms import ELSEWHERE, answering
 
@@ -116,7 +117,7 @@ def test_what_a_loop_of_ones_own_does_is_said(argument: str, told: str) -> None:
 
 def test_inputs_and_targets_are_one_argument() -> None:
     with pytest.raises(
-        ArgumentTypeError, match=r"^argument 3 of fit='a Tensor'.*model, data.*data=\(inputs, targets\)"
+        ArgumentTypeError, match=r"^argument 3 of fit='a Tensor'.*model and data .*data=\(inputs, targets\)"
     ):
         autoaccum.fit(nn.Linear(4, 2), *DATA, effective_batch=4, loss_fn=cross_entropy)  # type: ignore[misc,arg-type]
 
@@ -144,6 +145,47 @@ def test_a_step_is_given_one_batch(call: str) -> None:
     with pytest.raises(TypeError, match="positional argument") as caught:
         getattr(other, call)(DATA)
     assert not isinstance(caught.value, autoaccum.AutoaccumError), "what the loss itself raises is its own"
+
+
+@pytest.mark.parametrize(
+    ("make", "told"),
+    [
+        (lambda: EarlyStopping("accuracy", "max"), r"^argument 2 of EarlyStopping='a str': .*metric=\.\.\., mode="),
+        (lambda: EarlyStopping("accuracy"), r"^patience='accuracy': .*metric= names"),
+        (lambda: EarlyStopping(monitor="val_loss"), r"^monitor='val_loss': .*Pass metric, 'loss' or"),
+        (lambda: EarlyStopping(patiense=2), r"Did you mean patience\?$"),
+        (lambda: ReduceOnPlateau(threshold=0.1), r"Pass min_delta\.$"),
+        (lambda: KeepBest("val_loss"), r"^mode='nothing': .*'max' where higher is better.*the lowest loss"),
+        (lambda: KeepBest("accuracy", greater_is_better=True), r"Pass mode='max' where"),
+        (
+            lambda: EMA(0.9, True),
+            r"^argument 2 of EMA='a bool': expected no more than decay .*warm_up=\.\.\., validate=",
+        ),
+    ],
+)
+def test_callbacks_answer_too(make: Any, told: str) -> None:
+    with pytest.raises(ArgumentTypeError, match=told):
+        make()
+    assert EarlyStopping(2, metric="accuracy", mode="max").patience == 2
+
+
+def test_what_has_no_default_is_asked_for() -> None:
+    model = nn.Linear(4, 2)
+    told = r"^effective_batch='nothing': expected a value, for it has no default\. Pass effective_batch, the samples"
+    for function in (autoaccum.fit, autoaccum.Trainer):
+        with pytest.raises(ArgumentTypeError, match=told):
+            function(model, DATA, loss_fn=cross_entropy)  # type: ignore[call-arg]
+        with pytest.raises(ArgumentTypeError, match=r"^data='nothing': .*tensors, a dataset or a DataLoader\.$"):
+            function(model, effective_batch=4)  # type: ignore[call-arg]
+
+
+def test_what_has_no_effective_batch_does_not_speak_of_one() -> None:
+    model = nn.Linear(4, 2)
+    with pytest.raises(ArgumentTypeError, match=r"Accumulator has\. Leave it out: how many samples fit .*$") as caught:
+        autoaccum.Accumulator(
+            model, torch.optim.SGD(model.parameters(), lr=0.1), gradient_accumulation_steps=4,  # type: ignore[call-arg]
+        )  # fmt: skip
+    assert "effective_batch" not in str(caught.value)
 
 
 def test_a_plan_is_made_of_three_numbers() -> None:
