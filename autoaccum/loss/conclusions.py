@@ -19,10 +19,8 @@ _COUNT = (
     "Pass num_items=(micro-batch) -> how many items its loss is a mean over (of losses in a dict, a dict of such "
     "functions by the same names), or let the loss end in one mean, or one sum, over samples"
 )
-_ROOT = (
-    "Let the loss end in one mean, or one sum, over samples, of which no root or power is taken; or compute it of the "
-    "whole window: loss_scope='window' with embed= and loss_fn="
-)
+_WHOLE = "or compute it of the whole window: loss_scope='window' with embed= and loss_fn="
+_ROOT = f"Let the loss end in one mean, or one sum, over samples, of which no root or power is taken; {_WHOLE}"
 _OF_ROOTS = {"Sqrt", "Pow"}
 """Operations on a mean by which no count makes one of the others."""
 
@@ -102,7 +100,7 @@ def doubt_of_unknown(reductions: Sequence[Reduction]) -> Doubt | None:
     for reduction in reductions:
         unknown = sorted({_in_words(term) for term in reduction.terms if term.kind == "unknown"})
         if unknown:
-            cure = _COUNT if _OF_ROOTS.isdisjoint(unknown) else _ROOT
+            cure = f"{_COUNT}; {_WHOLE}" if _OF_ROOTS.isdisjoint(unknown) else _ROOT
             return f"its graph leads to {' and '.join(unknown)}, which says nothing of it", cure
     return None
 

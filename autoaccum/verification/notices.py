@@ -241,8 +241,9 @@ _UNKNOWN = Notice(
     consequence="No weights of micro-batches add them up to the loss of their window, so that the gradient depends on "
     "how windows are cut",
     cure="Let the loss end in one mean, or one sum, over samples; compute statistics of a batch, those that inputs are "
-    "normalised by too, in before_window=; or pass micro_batch= the whole window if it fits, or "
-    "num_items=(micro-batch) -> how many items its loss is a mean over (of losses in a dict, a dict of such functions)",
+    "normalised by too, in before_window=; or compute the loss of the whole window: loss_scope='window' with "
+    "embed= and loss_fn=; or pass micro_batch= the whole window if it fits, or num_items=(micro-batch) -> how many "
+    "items its loss is a mean over (of losses in a dict, a dict of such functions)",
 )
 
 
@@ -251,7 +252,8 @@ _MISCOUNTED = replace(
     cause="The loss is neither a mean over what num_items counts, nor over samples, nor a sum over these",
     cure="Let num_items return what the loss of the micro-batch that it is given is divided by (of losses in a dict, "
     "let it be a dict of such functions by the same names), and let nothing be done to that mean, such as squaring it; "
-    "compute statistics of the window in before_window=; or pass micro_batch= the whole window if it fits",
+    "compute statistics of the window in before_window=; or compute the loss of the whole window: loss_scope='window' "
+    "with embed= and loss_fn=; or pass micro_batch= the whole window if it fits",
 )
 _UNKNOWN_OF_EMBEDDINGS = replace(
     meeting_notice(), cause="The embedding of a sample depends on the micro-batch that it is in"
