@@ -191,9 +191,14 @@ def call_on_batch(model: Any, batch: Any, *, why: str = _NO_LOSS, cure: str = _I
     except TypeError as error:
         # The model raises TypeErrors for reasons of its own, too. It was called wrongly only if its signature says so.
         positional, keywords = _arguments(batch)
+        signature = inspect.signature(model.forward)
         try:
-            inspect.signature(model.forward).bind(*positional, **keywords)
+            signature.bind(*positional, **keywords)
         except TypeError:
+            if keywords and cure == _IF_NO_LOSS:  # which loss_fn does not take apart
+                extra = [repr(name) for name in keywords if name not in signature.parameters]
+                left_out = f"Leave {' and '.join(extra)} out of the data, or pass" if extra else "Pass"
+                cure = f"{left_out} training_step=(model, batch) -> loss."
             raise DataError(
                 f"data: the model was called with all of a batch, {mistakes.describe(batch)}{why}, and cannot take it "
                 f"({error}). {cure}"

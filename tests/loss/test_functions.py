@@ -139,6 +139,20 @@ class TestRefuses:
         with pytest.raises(DataError, match=f"batches are .inputs, targets., but this one is {found}.*training_step="):
             loss_function(mse_loss, None)(Recorder(), batch)
 
+    def test_entries_that_the_model_does_not_take(self) -> None:
+        """A loss_fn takes no dict apart, so that it is no way out of this."""
+        model = nn.Linear(2, 1)
+        batch = {"input": torch.zeros(4, 2), "index": torch.arange(4), "text": ["a"] * 4}
+        told = r"neither loss_fn nor .*'index'\)\. Leave 'index' and 'text' out of the data, or pass training_step="
+        with pytest.raises(DataError, match=told):
+            loss_function(None, None)(model, batch)
+        with pytest.raises(
+            DataError, match=r"missing 1 required .*\)\. Pass training_step=\(model, batch\) -> loss\.$"
+        ):
+            loss_function(None, None)(nn.Bilinear(2, 2, 1), {"input1": torch.zeros(4, 2)})
+        with pytest.raises(DataError, match=r"\. Pass loss_fn=\(outputs, targets\) -> loss, or a training_step\.$"):
+            loss_function(None, None)(model, (torch.zeros(4, 2), torch.zeros(4), torch.zeros(4)))
+
     @pytest.mark.parametrize(
         ("loss", "found"),
         [
