@@ -68,16 +68,22 @@ def text_of(value: Any) -> str:
 
     It has no address in memory and no other detail that changes from one process to the next: it is compared.
 
-    >>> text_of(len), text_of((0.9, 0.999)), text_of([(3, 3, 2)]), text_of(object())
-    ('len', '(0.9, 0.999)', 'list of 1', 'object')
+    >>> text_of(len), text_of((0.9, 0.999)), text_of([(3, 3, 2)]), text_of(object()), text_of({"a": len, "b": [1]})
+    ('len', '(0.9, 0.999)', 'list of 1', 'object', "{'a': len, 'b': [1]}")
     """
     if isinstance(value, Schedule | torch.device):
         return str(value)
+    if isinstance(value, dict) and len(value) <= _LONGEST_SHOWN:  # of tensors, say, or of functions
+        return "{" + ", ".join(f"{name!r}: {_entry(entry)}" for name, entry in value.items()) + "}"
     if isinstance(value, tuple | list | dict):
         if len(value) <= _LONGEST_SHOWN and all(isinstance(entry, bool | int | float | str) for entry in value):
             return str(value)
         return f"{type(value).__name__} of {len(value)}"
     return str(getattr(value, "__qualname__", type(value).__name__))
+
+
+def _entry(value: Any) -> str:
+    return repr(value) if value is None or isinstance(value, bool | int | float | str) else text_of(value)
 
 
 def differing(before: Mapping[str, Any], now: Mapping[str, Any], name: str = "") -> Iterator[str]:

@@ -40,6 +40,13 @@ def test_plain_values() -> None:
     }
 
 
+def test_a_dict_is_told_by_what_it_holds() -> None:
+    """Without what a tensor holds, and without a function's address, which is another one in each process."""
+    found = plain({"data": {"x": torch.zeros(9, 2), "y": [1, 2]}, "num_items": {"a": cross_entropy, "b": None}})
+    assert found == {"data": "{'x': Tensor, 'y': [1, 2]}", "num_items": "{'a': cross_entropy, 'b': None}"}
+    assert plain({"batch_dim": {"a": {"b": 1}}}) == {"batch_dim": "{'a': {'b': 1}}"}
+
+
 def test_every_difference_is_shown() -> None:
     before = {"a": 1, "b": {"c": [0.1], "d": {"e": None}}, "f": "x"}
     assert list(differing(before, before)) == []
