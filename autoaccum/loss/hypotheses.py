@@ -21,7 +21,7 @@ of parameters alone stand in it once."""
 
 TermKind = Literal["items", "items or none", "items or one", "samples", "sum"]
 """What one of several terms is. items or none: where it is 0, its count was kept from 0, and stands for none. items or
-one: where it is not 0 either, a count of 1 may stand for none."""
+one: where it is not 0 either, the lowest count, 1 mostly, may stand for none, or for less."""
 
 WORDS: dict[str, str] = {
     "num_items": "a mean over what num_items counts",

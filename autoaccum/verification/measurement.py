@@ -550,8 +550,8 @@ class Measurement:
                     piece = starts[doubt.index], len(cut[doubt.index]), name
                     several.told = {**several.told, piece: counts[doubt.index]}
                     # What counts less than 1, and something, is a sum of weights, which their unevenness shows.
-                    is_none = is_same(counts[doubt.index], 0.0)
-                    (self.kept_ones if is_none and not doubt.is_zero else self.kept).add(name)
+                    is_weight = is_same(abs(doubt.count), 1.0) and not is_same(counts[doubt.index], 0.0)
+                    (self.kept if doubt.is_zero or is_weight else self.kept_ones).add(name)
         return bool(several.told)
 
     def _count(self, part: Part, place: int, names: Sequence[str]) -> float:

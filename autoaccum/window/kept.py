@@ -80,20 +80,23 @@ def doubtful(
         values: what each of them adds to the loss; None where that was not seen.
         least: the lowest count, these included.
         is_known: whether some counts of the term are known to be kept from 0.
-        also_ones: whether that is so where the term is not 0, as of a sum over all there is, divided by a few.
+        also_ones: whether that is so where the term is not 0, as of a sum over all there is, divided by a few; whatever
+            the lowest count is, for it may be multiplied with a constant, or be kept at more than 1.
     """
     # Where the graph of any shows no count, samples stand for those of all.
     if any(term is not None and term.kind == "unknown" and not term.numbers for term in terms):
         return []
     found = []
     # Where all are ones they may be a constant of the program's, or all of them kept.
-    has_weights = also_ones or (is_known if least.is_always_one else least.is_uneven)
+    has_weights = is_known if least.is_always_one else least.is_uneven
+    # Other counts than whole multiples of the lowest show the same of what is known to be kept, as by clamp(min=2).
+    are_all = also_ones or (is_known and least.is_uneven)
     for index, (count, term, value) in enumerate(zip(counts, terms, values, strict=True)):
         if not _may_be_kept(count, term) or abs(count) > least.lowest * (1 + ROUNDING):
             continue
         # What counts nothing adds nothing; but weights that add up to less than 1 add something.
         is_zero = value is not None and not value.tolist()  # which reads it without an operation
-        if is_zero or (term is not None and term.is_one and (value is None or has_weights)):
+        if is_zero or are_all or (term is not None and term.is_one and (value is None or has_weights)):
             found.append(index)
     return found
 

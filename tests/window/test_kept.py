@@ -40,6 +40,15 @@ def test_weights_may_add_up_to_less_than_one() -> None:
     assert kept == [0, 2], "where those that are not 0 were seen to be kept"
 
 
+def test_the_lowest_may_be_any_number_where_it_is_known_to_be_kept() -> None:
+    """As by ``clamp(min=1) * 4``, and by ``clamp(min=2)``, of which a count of 3 shows that it counts ones."""
+    some = [SOME, SOME, SOME]
+    assert doubts([4.0, 8.0, 4.0], [COUNTED] * 3, list(some), is_known=True, also_ones=True) == [0, 2]
+    assert doubts([2.0, 4.0, 2.0], [COUNTED] * 3, list(some), is_known=True) == []
+    assert doubts([2.0, 3.0, 2.0], [COUNTED] * 3, list(some), is_known=True) == [0, 2]
+    assert doubts([2.0, 3.0, 2.0], [COUNTED] * 3, list(some)) == []
+
+
 def test_a_constant_of_the_program_is_no_count() -> None:
     assert doubts([4.0, 7.0], [ONE, ONE], [SOME, SOME]) == [], "as in 1.0 * mean"
     assert doubts([1.0, 1.0], [ONE, ONE], [SOME, SOME], is_known=True) == [0, 1], "unless some are known to be kept"
