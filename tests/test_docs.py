@@ -240,6 +240,22 @@ def test_links_lead_somewhere(page: Path) -> None:
             assert (page.parent / target).exists(), target
 
 
+def figures(text: str) -> list[tuple[str, int, float]]:
+    """Return the numbers in a text as they stand, with how many digits follow the point."""
+    found = re.findall(r"\d[\d,]*(?:\.\d+)?", text)
+    return [(each, len(each.partition(".")[2]), float(each.replace(",", ""))) for each in found]
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_figures_that_lead_to_a_table_stand_in_it(page: Path) -> None:
+    """A table that is measured anew would make the pages that quote it untrue in silence."""
+    link = r"\[([^\]]*\d[^\]]*)\]\((?:\.\./)?(benchmarks/results/\w+\.md)[^)]*\)"
+    for text, table in re.findall(link, page.read_text()):
+        measured = [value for _, _, value in figures((ROOT / table).read_text())]
+        for shown, digits, value in figures(text):
+            assert any(round(each, digits) == value for each in measured), f"{shown} is not in {table}"
+
+
 def test_quick_start_begins_with_two_commands_of_one_line() -> None:
     text = (ROOT / "README.md").read_text().split("## Quick start\n", 1)[1]
     first, second = re.match(r"\n```\n(.*)\n```\n\n```\n(.*)\n```\n", text).groups()  # type: ignore[union-attr]
