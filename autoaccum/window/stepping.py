@@ -377,6 +377,7 @@ class Strays:
         # The gradients that were stepped on, and their version counters; None where a step is somebody else's to take.
         self._left: dict[int, tuple[weakref.ref[torch.Tensor], int]] | None = None
         self._some: dict[int, torch.Tensor] = {}  # numbers of a few of them
+        self._kept: tuple[int, torch.Tensor] | None = None  # the smallest one, which zero_grad() does not take away
         self._were_asked = False
 
     @contextmanager
@@ -404,8 +405,12 @@ class Strays:
                         there.append(p)
         # By which what was done to them is told from a backward: both write to them.
         # The step is taken: where there is no memory for them, nothing is told by them.
-        some = attempt(lambda: {id(p): _some_of(p.grad) for p in there[:1] + there[-1:]})
+        smallest = min(there, key=torch.Tensor.numel, default=None)
+        few = [*there[:1], *there[-1:], *([] if smallest is None else [smallest])]
+        some = attempt(lambda: {id(p): _some_of(p.grad) for p in few})
         self._some = {} if isinstance(some, RanOut) else some
+        if smallest is not None and smallest.grad is not None and not self._were_asked:
+            self._kept = id(smallest), smallest.grad
 
     def were_changed(self, optimizer: torch.optim.Optimizer) -> bool:
         """Return whether the gradient that was stepped on was clipped, or scaled, since then; asked once."""
@@ -413,16 +418,25 @@ class Strays:
         if self._left is None or self._were_asked:
             return False
         self._were_asked, is_changed = True, False
+        kept_one, self._kept = self._kept, None
         for group in optimizer.param_groups:
             for p in group["params"]:
                 gradient, kept = p.grad, self._left.get(id(p))
                 is_changed = is_changed or (gradient is not None and kept is not None and gradient._version != kept[1])
-        if not is_changed:
-            return False
+        if not is_changed:  # or it was, and zero_grad() came after it
+            return kept_one is not None and attempt(lambda: self._was_scaled(*kept_one)) is True
         # By its norm alone, as it is logged, nothing is clipped; and one that is zeroed is dropped. Where there is no
         # memory to look at them nothing is told.
         found = attempt(lambda: self._is_as_left(optimizer) and any(map(self._differs, optimizer.param_groups)))
         return found is True
+
+    def _was_scaled(self, parameter: int, gradient: torch.Tensor) -> bool:
+        """Return whether a gradient that may be none by now was scaled or clipped, and is not 0."""
+        before = self._some.get(parameter)
+        after = _some_of(gradient)
+        if before is None or before.equal(after) or not bool(after.any()):
+            return False
+        return _is_scaled(before, after)
 
     def _differs(self, group: dict[str, Any]) -> bool:
         """Return whether a gradient in a group is another one than that which was stepped on, and not 0."""
@@ -474,11 +488,18 @@ class Strays:
                 after = _some_of(p.grad)
                 if not (before.any() or after.any()):  # which tell nothing, as of rows that no token has met
                     continue
-                most, scale = after.abs().max(), after.norm() / before.norm().clamp(min=torch.finfo(before.dtype).tiny)
-                rounding = 16 * torch.finfo(before.dtype).eps
-                is_scaled = torch.allclose(after, before * scale, rtol=rounding, atol=rounding * float(most))
-                found.append(is_scaled or torch.equal(after, before.clamp(-most, most)))
+                found.append(_is_scaled(before, after))
         return bool(found) and all(found)
+
+
+def _is_scaled(before: torch.Tensor, after: torch.Tensor) -> bool:
+    """Return whether numbers are others multiplied with one, as by ``clip_grad_norm_``, or clamped to a range."""
+    if not (before.isfinite().all() and after.isfinite().all()):  # of which nothing is told
+        return False
+    most, scale = after.abs().max(), after.norm() / before.norm().clamp(min=torch.finfo(before.dtype).tiny)
+    rounding = 16 * torch.finfo(before.dtype).eps
+    is_multiple = torch.allclose(after, before * scale, rtol=rounding, atol=rounding * float(most))
+    return is_multiple or torch.equal(after, before.clamp(-most, most))
 
 
 def _is_plain(gradient: torch.Tensor) -> bool:

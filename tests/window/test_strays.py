@@ -131,7 +131,10 @@ def looking(optimizer: Optimizer) -> None:
         (looking, False),
     ],
 )
-def test_a_gradient_that_is_clipped_after_its_step_is_told_once(change: Callable[[Any], None], is_told: bool) -> None:
+@pytest.mark.parametrize("zeroes", [None, False, True])
+def test_a_gradient_that_is_clipped_after_its_step_is_told_once(
+    change: Callable[[Any], None], is_told: bool, zeroes: bool | None
+) -> None:
     model, optimizer = made()
     accumulator = accumulator_of(model, optimizer)
     with warnings.catch_warnings():
@@ -139,8 +142,11 @@ def test_a_gradient_that_is_clipped_after_its_step_is_told_once(change: Callable
         for batch in BATCHES:
             accumulator.step(batch)
             change(optimizer)
+            if zeroes is not None:
+                optimizer.zero_grad(set_to_none=zeroes)
+    told_of = is_told and zeroes is not False  # by which nothing is left to be looked at
     told = [event.cause for event in accumulator.events if isinstance(event, Notice)]
-    assert told == ["Gradients were clipped, or scaled, after accumulator.step had stepped on them"] * is_told
+    assert told == ["Gradients were clipped, or scaled, after accumulator.step had stepped on them"] * told_of
 
 
 def test_a_gradient_of_backward_may_be_clipped() -> None:
