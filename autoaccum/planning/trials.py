@@ -40,7 +40,8 @@ class Trials:
         self._limits = limits  # shared with whoever looks at the memory: they move
         self.smallest = smallest
         """The fewest samples to try."""
-        self._first = first
+        self.first = first
+        """The samples to begin with; None: the smallest."""
         self._growth = growth
         self._start_bytes = start_bytes
         self._done = 0  # samples of the present window that went well
@@ -138,7 +139,7 @@ class Trials:
             self._limits,
             ceiling=ceiling,
             smallest=self.smallest,
-            first=self._first,
+            first=self.first,
             growth=self._growth,
             start_bytes=self._start_bytes,
         )

@@ -134,6 +134,10 @@ class Validator:
         """Let no micro-batch have fewer samples, unless all that there are are fewer."""
         self._fewest = self._trials.smallest = fewest
 
+    def begin_with(self, first: int) -> None:
+        """Try that size first, and smaller ones where it does not fit."""
+        self._trials.first = first
+
     def run(self, step: int, epoch: int, training_micro_batch: int) -> float:
         """Run one pass, in micro-batches that grow up to training's, and return the loss.
 

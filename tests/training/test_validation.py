@@ -229,6 +229,25 @@ class TestLoss:
 
 
 @pytest.mark.device
+@pytest.mark.device
+def test_where_whole_windows_are_asked_for_it_begins_with_as_many() -> None:
+    """As for a loss that compares samples: of one alone a correlation is no number, and of two it is 1."""
+
+    def correlation(outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        found, wanted = outputs[:, 0] - outputs[:, 0].mean(), targets.double() - targets.double().mean()
+        return 1 - (found * wanted).sum() / (found.norm() * wanted.norm())
+
+    model, data = there((mlp(torch.float64), classes(20, torch.float64)))
+    result = autoaccum.fit(
+        model, data, effective_batch=20, micro_batch=20, loss_fn=correlation, validation_data=data, device=DEVICE,
+        progress=False,
+    )  # fmt: skip
+    with torch.no_grad():
+        whole = correlation(model(data[0]), data[1]).item()
+    (report,) = [event for event in result.events if isinstance(event, Validated)]
+    assert report.loss == pytest.approx(whole, rel=1e-12)
+
+
 class TestData:
     def test_in_its_own_order_each_sample_once(self) -> None:
         model, data = Watching(), classes(11)
