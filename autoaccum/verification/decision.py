@@ -147,15 +147,24 @@ def _decided(measurement: Measurement, cuts: list[Cut], likely: Hypothesis) -> D
     """Measure hypotheses on some cuts until one passes."""
     tolerance = measurement.tolerance
     tried: list[Outcome] = []
-    order = [likely]
+    order, contradicting, contradiction = [likely], list[Hypothesis](), None
     while order:
         hypothesis = order.pop(0)
         outcome = _measured(measurement, cuts, hypothesis)
         tried.append(outcome)
-        if outcome.error <= tolerance:
+        if outcome.error <= tolerance and is_stated(hypothesis, measurement.job.reduction):
             break
         if len(tried) == 1:  # what the graphs of parts show is known when they have been run, by whatever hypothesis
-            order = [other for other in _order(measurement, cuts, likely) if other != hypothesis]
+            others = [other for other in _order(measurement, cuts, likely) if other != hypothesis]
+            order = [other for other in others if is_stated(other, measurement.job.reduction)]
+            contradicting = [other for other in (likely, *others) if other not in (*order, hypothesis)]
+    # What the user says of the loss is not put aside for what passes beside it: that is told.
+    stated = [outcome for outcome in tried if is_stated(outcome.hypothesis or "items", measurement.job.reduction)]
+    if measurement.job.reduction is not None and not any(outcome.error <= tolerance for outcome in stated):
+        rest = (_measured(measurement, cuts, other) for other in contradicting)
+        unstated = [outcome for outcome in tried if outcome not in stated]
+        passing = next((outcome for outcome in (*unstated, *rest) if outcome.error <= tolerance), None)
+        contradiction, tried = (None if passing is None else passing.hypothesis), stated or tried
     best = min(tried, key=lambda outcome: math.inf if math.isnan(outcome.error) else outcome.error)
     if tolerance < best.error < MAY_BE_ROUNDING:
         tolerance = max(tolerance, measurement.floor())
@@ -175,6 +184,7 @@ def _decided(measurement: Measurement, cuts: list[Cut], likely: Hypothesis) -> D
         rivals=_rivals(measurement, cuts, best.hypothesis) if best.error <= tolerance else frozenset(),
         is_vacuous=best.is_vacuous,
         is_foreign=measurement.draws_foreign,
+        contradiction=contradiction,
     )
 
 
@@ -205,7 +215,7 @@ def _order(measurement: Measurement, cuts: list[Cut], likely: Hypothesis) -> lis
     counted = by_counts(measurement.shown, measurement.num_samples, cuts, likely)
     if counted is not None:
         order = list(dict.fromkeys([counted, with_ones(counted), *order]))
-    return [other for other in order if is_stated(other, measurement.job.reduction)]
+    return order
 
 
 def _rivals(measurement: Measurement, cuts: list[Cut], held: Hypothesis | None) -> frozenset[str]:

@@ -65,6 +65,8 @@ class Decision:
     """The fewest samples of a micro-batch whose loss can be computed."""
     is_foreign: bool = False
     """Whether generators were drawn from whose draws have no rows, so that a failure may be theirs."""
+    contradiction: Hypothesis | None = None
+    """One that passes where none does that is what the user says of the loss by ``reduction``."""
 
     @classmethod
     def of(cls, outcome: Outcome, *, passed: bool) -> Decision:

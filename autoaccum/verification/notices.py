@@ -216,6 +216,8 @@ def failure_notice(
         counts_items: whether num_items was passed.
     """
     known = [_of_cause(cause, modules, statistics, embeds) for cause in causes]
+    if decision.contradiction is not None:
+        known = [_contradicted(decision.contradiction)]
     if not known:
         known = [suspicion or _unknown(embeds=embeds, counts_items=counts_items)]
     found = [notice for notice in known if notice is not None]
@@ -226,6 +228,15 @@ def failure_notice(
         cause=f"{' and '.join(notice.cause for notice in found)}: {off}, measured on {samples} samples",
         consequence=found[0].consequence,
         cure="; ".join(notice.cure for notice in found),
+    )
+
+
+def _contradicted(measured: Hypothesis) -> Notice:
+    """Return what to say of a loss that was measured to be something else than ``reduction`` says."""
+    return Notice(
+        cause=f"The loss is not what reduction says, but {in_words(measured)}",
+        consequence="Windows are weighed by what reduction says, so that the gradient depends on how they are cut",
+        cure="Leave reduction out, by which the loss is taken for what it is measured to be, or pass the other one",
     )
 
 

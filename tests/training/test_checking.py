@@ -6,6 +6,7 @@ import math
 import random
 from collections.abc import Iterator
 from contextlib import nullcontext
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -18,6 +19,8 @@ from torch.utils.data import Dataset
 
 import autoaccum
 from autoaccum import errors
+from autoaccum.events import Notice
+from tests.devices import DEVICE, there
 from tests.models import classes, mlp, noisy
 from tests.training.checks import DOUBLE, assert_same, check, everything, linear
 
@@ -491,3 +494,32 @@ def test_a_count_that_only_some_parts_keep_from_0_is_named() -> None:
     assert report.notice is not None
     assert report.notice.cause.startswith("The loss divides by a count that is kept from 0")
     assert report.notice.cure.startswith("Return the sum alone, divided by nothing")
+
+
+@pytest.mark.filterwarnings("ignore::autoaccum.AutoaccumWarning")
+@pytest.mark.device(every=2)
+@pytest.mark.parametrize(
+    ("loss", "reduction", "measured"),
+    [
+        (cross_entropy, "sum", "a mean over the items that its graph counts"),
+        (partial(cross_entropy, reduction="sum"), "mean", "a sum over samples"),
+    ],
+)
+def test_what_the_user_says_of_a_loss_is_held_against_what_it_is(loss: Any, reduction: Any, measured: str) -> None:
+    """A check passed what a run was told of: it took the loss for what it is, whatever was said of it."""
+    model, data = there((mlp(torch.float64), classes(24, torch.float64)))
+    report = autoaccum.check(model, data, loss_fn=loss, reduction=reduction)
+    told = f"The loss is not what reduction says, but {measured}: windows that are cut get a gradient"
+    assert not report.passed
+    assert report.notice is not None
+    assert report.notice.cause.startswith(told)
+    result = autoaccum.fit(
+        model, data, effective_batch=24, micro_batch=6, loss_fn=loss, reduction=reduction, device=DEVICE, progress=False
+    )
+    assert [event.cause.startswith(told) for event in result.events if isinstance(event, Notice)] == [True]
+    other = "sum" if reduction == "mean" else "mean"
+    assert autoaccum.check(model, data, loss_fn=loss, reduction=other).passed
+    # What is neither is told as such, whatever is said of it.
+    squared = autoaccum.check(model, data, loss_fn=lambda *given: loss(*given).square(), reduction=reduction)
+    assert squared.notice is not None
+    assert "reduction" not in squared.notice.cause
