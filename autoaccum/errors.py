@@ -127,8 +127,8 @@ class ForeignOptimizerError(ArgumentError):
             "optimizer",
             type(optimizer).__name__,
             "an optimizer over this model's parameters",
-            "It holds none of them, so no step would change the model: build it from model.parameters(), or pass a "
-            "function (params) -> Optimizer.",
+            "It holds none of them, so no step would change the model: build it from model.parameters(), or pass fit "
+            "a function (params) -> Optimizer.",
         )
 
 

@@ -21,7 +21,21 @@ _COUNT = (
 )
 _WHOLE = "or compute it of the whole window: loss_scope='window' with embed= and loss_fn="
 _ROOT = f"Let the loss end in one mean, or one sum, over samples, of which no root or power is taken; {_WHOLE}"
-_OF_ROOTS = {"Sqrt", "Pow"}
+_OF_ROOTS = {
+    "Abs",
+    "Exp",
+    "Expm1",
+    "Log",
+    "Log10",
+    "Log1P",
+    "Log2",
+    "Pow",
+    "Rsqrt",
+    "Sigmoid",
+    "Softplus",
+    "Sqrt",
+    "Tanh",
+}
 """Operations on a mean by which no count makes one of the others."""
 
 
@@ -185,7 +199,7 @@ def _kind_of(sizes: Sequence[int], terms: Sequence[Term], counts: Sequence[float
         return "mean", None
     return "mean", (
         "it is multiplied by another factor in each micro-batch",
-        "Leave the factor out, or pass num_items=",
+        "Leave the factor out, draw it for all of the window in before_window=, or pass num_items= where it is a count",
     )
 
 

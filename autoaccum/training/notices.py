@@ -7,6 +7,7 @@ from pathlib import Path
 import torch
 
 from autoaccum.events import Notice, Started
+from autoaccum.training.options import FitArguments
 
 
 def started(
@@ -40,14 +41,26 @@ def changed_late() -> Notice:
     )
 
 
-def already_finished(path: Path | None, step: int, lr_scheduler: object) -> Notice:
-    """Say that a run that is started again has had its budget, and can have no larger one where it has a scheduler."""
+def already_finished(path: Path | None, step: int, arguments: FitArguments, is_spent: bool) -> Notice:
+    """Say that a run that is started again has had its budget, and can have no larger one where it has a scheduler.
+
+    Args:
+        path: its directory.
+        step: the steps that it has taken.
+        arguments: those of the call.
+        is_spent: whether it has had its budget; a callback has stopped it where it has not.
+    """
     anew = "another run_dir to begin anew"
     cure = f"Allow a larger budget to go on, or choose {anew}"
-    if lr_scheduler is not None:
+    if not is_spent:
+        cure = f"Let the callback allow more, as EarlyStopping with a larger patience does, or choose {anew}"
+    elif arguments.lr_scheduler is not None:
         cure = f"Its lr_scheduler was made for so many steps and has ended: choose {anew}"
+    has_ended = (
+        f"is finished: it has taken its {step} steps" if is_spent else f"was stopped by a callback, after {step} steps"
+    )
     return Notice(
-        cause=f"The run in {path} is finished: it has taken its {step} steps",
+        cause=f"The run in {path} {has_ended}",
         consequence="Nothing is trained",
         cure=cure,
     )

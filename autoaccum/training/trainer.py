@@ -376,9 +376,9 @@ class Trainer:
         if is_spent:
             self._end("budget")
         self._agree()  # on that, or on what a callback wished when it heard of the start
-        if is_finished:
-            self._step.announcer.say(notices.already_finished(self._run_dir, self.step, self._arguments.lr_scheduler))
-            return False
+        if is_finished or (self._goes_on and self._stop_reason == "stopped"):
+            self._step.announcer.say(notices.already_finished(self._run_dir, self.step, self._arguments, is_finished))
+            return not is_finished
         # The kernel left no error to learn from: the mark of the window is all there is of it.
         if self._directory is not None and (died := self._directory.window_mark.died_of_memory) is not None:
             self._step.plans.killed(*died, self._pace.asked())

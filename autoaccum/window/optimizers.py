@@ -37,7 +37,7 @@ def trainable_parameters(model: object, modules: Sequence[nn.Module], optimizer:
         cure = f"It is the class and not an instance: make one, {model.__name__}(...)."
         raise ArgumentTypeError("model", model.__name__, "a torch.nn.Module", cure)
     if not isinstance(model, nn.Module):
-        raise ArgumentTypeError("model", type(model).__name__, "a torch.nn.Module", "It comes first, the data second.")
+        raise ArgumentTypeError("model", type(model).__name__, "a torch.nn.Module", "It is the first argument.")
     # By id: a loss may share parameters with the model, and an optimizer refuses one that it is given twice.
     found = {id(p): p for module in modules for p in module.parameters() if p.requires_grad}
     parameters = list(found.values())

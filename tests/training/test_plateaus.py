@@ -76,7 +76,9 @@ class TestEarlyStopping:
         result = fit(2)
         assert (result.num_steps, result.events[-1].reason) == (6, "stopped")  # type: ignore[union-attr]
         assert isinstance(result.events[-1], Finished)
-        assert fit(2).num_steps == 6
+        told = r"was stopped by a callback, after 6 steps\. Nothing is trained\. Let the callback allow more"
+        with pytest.warns(autoaccum.AutoaccumWarning, match=told):
+            assert fit(2).num_steps == 6
         assert fit(4).num_steps == 10
 
     def test_goes_by_what_validations_report(self) -> None:
