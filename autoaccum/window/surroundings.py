@@ -55,7 +55,7 @@ class Surroundings:
     cells: list[types.CellType] = field(default_factory=list)
     """Variables of enclosing functions."""
     names: list[tuple[dict[str, Any], str]] = field(default_factory=list)
-    """Global variables with a plain value: (namespace, name)."""
+    """Global variables with a plain value, a tensor, a list, a dict or a set: (namespace, name)."""
 
     def are(self, other: Surroundings) -> bool:
         """Return whether another search has found the very same things, in the same order."""
@@ -147,7 +147,8 @@ def _held_by_function(function: types.FunctionType, found: Surroundings) -> list
             if name in function.__globals__:
                 value = function.__globals__[name]
                 held.append(value)
-                if isinstance(value, _PLAIN):
+                # What such a name stands for may be another thing after each call: total = total + loss.detach().
+                if isinstance(value, (*_PLAIN, torch.Tensor)) or type(value) in CONTAINERS:
                     found.names.append((function.__globals__, name))
     return held
 

@@ -58,6 +58,27 @@ def test_tensors_come_back_in_place_wherever_they_are_held() -> None:
         assert all(torch.equal(t, value) for t, value in zip(tensors, before, strict=True))
 
 
+TOTAL, SEEN = torch.zeros(()), [0]
+
+
+def test_names_that_stand_for_another_thing_after_each_call_come_back() -> None:
+    """As sums of what was seen do that are kept in a global tensor or list."""
+    before = TOTAL, SEEN
+
+    def loss(model: Any, batch: Any) -> Any:
+        global TOTAL, SEEN
+        TOTAL, SEEN = TOTAL + 1, [*SEEN, 1]
+        return model(batch) * TOTAL
+
+    state = state_of(nn.Linear(1, 1), loss)
+    loss(nn.Identity(), torch.ones(()))
+    assert state.attributes_changed()
+    state.restore()
+    assert TOTAL is before[0]
+    assert SEEN is before[1]
+    assert (TOTAL.item(), SEEN) == (0.0, [0])
+
+
 @pytest.mark.device
 def test_attributes_variables_and_globals_come_back() -> None:
     global VALUE
