@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Literal, get_args
 
-from autoaccum.loss.conclusions import conclude, kind_of_term
+from autoaccum.loss.conclusions import conclude, finite, kind_of_term
 from autoaccum.loss.hypotheses import (
     SUMS,
     Conclusion,
@@ -214,8 +214,18 @@ def _order(measurement: Measurement, cuts: list[Cut], likely: Hypothesis) -> lis
     order = in_order(sizes, reductions, counts_items=measurement.job.num_items is not None, names=names)
     counted = by_counts(measurement.shown, measurement.num_samples, cuts, likely)
     if counted is not None:
-        order = list(dict.fromkeys([counted, with_ones(counted), *order]))
+        # What is the same in all parts and in the whole may be what a sum is divided by, as by a count of the window's.
+        ones, is_same = with_ones(counted), _counts_the_same(measurement, cuts)
+        order = list(dict.fromkeys([counted, *order, ones] if is_same else [counted, ones, *order]))
     return order
+
+
+def _counts_the_same(measurement: Measurement, cuts: list[Cut]) -> bool:
+    """Return whether a term counts the same in each part and in the whole, and not 1."""
+    parts = [tuple(range(measurement.num_samples)), *(part for cut in cuts for part in cut)]
+    found = [measurement.shown[part].terms for part in parts if part in measurement.shown]
+    columns = zip(*(terms for terms in found if terms), strict=False)
+    return any(len({finite(term.divisor) for term in terms}) == 1 and not terms[0].is_one for terms in columns)
 
 
 def _rivals(measurement: Measurement, cuts: list[Cut], held: Hypothesis | None) -> frozenset[str]:

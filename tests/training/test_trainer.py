@@ -614,7 +614,7 @@ class TestValidation:
 
         result = fit(OnlyInValidation(), validation_data=classes(11), micro_batch=8, epochs=2)
         ooms = [event for event in result.events if isinstance(event, OutOfMemory)]
-        assert [(event.phase, event.micro_batch) for event in ooms] == [("validation", 4)]
+        assert [(event.phase, event.micro_batch) for event in ooms] == [("validation", 8), ("validation", 4)]
         reports = [event for event in result.events if isinstance(event, Validated)]
         assert [(r.micro_batch, r.num_samples) for r in reports] == [(3, 11), (3, 11)]
         assert {report.micro_batches for report in result.history} == {(8,), (4,)}
