@@ -377,7 +377,7 @@ class Strays:
         # The gradients that were stepped on, and their version counters; None where a step is somebody else's to take.
         self._left: dict[int, tuple[weakref.ref[torch.Tensor], int]] | None = None
         self._some: dict[int, torch.Tensor] = {}  # numbers of a few of them
-        self._kept: tuple[int, torch.Tensor] | None = None  # the smallest one, which zero_grad() does not take away
+        self._kept: tuple[int, torch.Tensor, int] | None = None  # the smallest one, past zero_grad()
         self._were_asked = False
 
     @contextmanager
@@ -410,7 +410,7 @@ class Strays:
         some = attempt(lambda: {id(p): _some_of(p.grad) for p in few})
         self._some = {} if isinstance(some, RanOut) else some
         if smallest is not None and smallest.grad is not None and not self._were_asked:
-            self._kept = id(smallest), smallest.grad
+            self._kept = id(smallest), smallest.grad, smallest.grad._version
 
     def were_changed(self, optimizer: torch.optim.Optimizer) -> bool:
         """Return whether the gradient that was stepped on was clipped, or scaled, since then; asked once."""
@@ -430,8 +430,10 @@ class Strays:
         found = attempt(lambda: self._is_as_left(optimizer) and any(map(self._differs, optimizer.param_groups)))
         return found is True
 
-    def _was_scaled(self, parameter: int, gradient: torch.Tensor) -> bool:
+    def _was_scaled(self, parameter: int, gradient: torch.Tensor, version: int) -> bool:
         """Return whether a gradient that may be none by now was scaled or clipped, and is not 0."""
+        if gradient._version == version:  # nothing wrote to it, which no operation is needed to tell
+            return False
         before = self._some.get(parameter)
         after = _some_of(gradient)
         if before is None or before.equal(after) or not bool(after.any()):

@@ -278,7 +278,8 @@ def test_the_end_names_the_callback_that_has_stopped_it(progress: bool, capsys: 
         if getattr(record, "step", 0) == 3:
             raise autoaccum.StopTraining
 
-    stopping: list[tuple[Any, str]] = [(EarlyStopping(1), "EarlyStopping"), (enough, "enough")]
+    # Validations of whole windows are the same to the bit: the second is no improvement, and the third is the last.
+    stopping: list[tuple[Any, str]] = [(EarlyStopping(2), "EarlyStopping"), (enough, "enough")]
     lines_of_epochs = EpochLines()
     for callback, name in stopping:
         autoaccum.fit(
