@@ -405,12 +405,12 @@ class Strays:
                         there.append(p)
         # By which what was done to them is told from a backward: both write to them.
         # The step is taken: where there is no memory for them, nothing is told by them.
-        smallest = min(there, key=torch.Tensor.numel, default=None)
-        few = [*there[:1], *there[-1:], *([] if smallest is None else [smallest])]
+        few = there[:1] + there[-1:]
+        if there and not self._were_asked:  # which is done between the first two steps alone
+            few.append(smallest := min(there, key=torch.Tensor.numel))
+            self._kept = id(smallest), smallest.grad, smallest.grad._version
         some = attempt(lambda: {id(p): _some_of(p.grad) for p in few})
         self._some = {} if isinstance(some, RanOut) else some
-        if smallest is not None and smallest.grad is not None and not self._were_asked:
-            self._kept = id(smallest), smallest.grad, smallest.grad._version
 
     def were_changed(self, optimizer: torch.optim.Optimizer) -> bool:
         """Return whether the gradient that was stepped on was clipped, or scaled, since then; asked once."""
