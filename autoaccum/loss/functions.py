@@ -196,7 +196,8 @@ def call_on_batch(model: Any, batch: Any, *, why: str = _NO_LOSS, cure: str = _I
             signature.bind(*positional, **keywords)
         except TypeError:
             if keywords and cure == _IF_NO_LOSS:  # which loss_fn does not take apart
-                extra = [repr(name) for name in keywords if name not in signature.parameters]
+                takes_any = any(each.kind is each.VAR_KEYWORD for each in signature.parameters.values())
+                extra = [repr(name) for name in keywords if not takes_any and name not in signature.parameters]
                 left_out = f"Leave {' and '.join(extra)} out of the data, or pass" if extra else "Pass"
                 cure = f"{left_out} training_step=(model, batch) -> loss."
             raise DataError(

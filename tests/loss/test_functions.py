@@ -153,6 +153,13 @@ class TestRefuses:
         with pytest.raises(DataError, match=r"\. Pass loss_fn=\(outputs, targets\) -> loss, or a training_step\.$"):
             loss_function(None, None)(model, (torch.zeros(4, 2), torch.zeros(4), torch.zeros(4)))
 
+        class Open(nn.Linear):
+            def forward(self, input: torch.Tensor, **rest: Any) -> torch.Tensor:
+                return super().forward(input)
+
+        with pytest.raises(DataError, match=r"\)\. Pass training_step="):
+            loss_function(None, None)(Open(2, 1), {"x": torch.zeros(4, 2)})
+
     @pytest.mark.parametrize(
         ("loss", "found"),
         [
