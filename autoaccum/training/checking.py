@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import nn
@@ -69,6 +69,7 @@ def check(
     num_items: CountItems | None = None,
     reduction: Reducing = None,
     before_window: Callable[..., Any] | None = None,
+    state: Literal["micro-batch", "window"] = "micro-batch",
     batch_norm: str = "micro",
     device: str | torch.device | None = None,
     ranks: Ranks = "together",
@@ -102,6 +103,8 @@ def check(
             the window itself. (batch, in_pieces) runs the model on them too, by in_pieces(function) with
             function(model, micro_batch). A mapping is merged into micro-batches that are mappings; anything else is the
             third argument of training_step and loss_fn.
+        state: how often state that forwards change (momentum encoders, spectral norms, codebooks) moves: micro-batch:
+            with each; window: once, as the last micro-batch leaves it, and all of a window find the same.
         batch_norm: whose statistics BatchNorm normalises by in training: micro: those of a micro-batch; ghost:32: of
             each 32 samples of the window, whatever the micro-batch; window: of all of it, in L + 1.5 times the time for
             L layers; frozen: the running ones, which stay.
@@ -130,8 +133,8 @@ def check(
     """
     checked = check_arguments(
         OF_CHECK, CHECKS, model=model, batch=batch, loss_fn=loss_fn, training_step=training_step, num_items=num_items,
-        reduction=reduction, before_window=before_window, batch_norm=batch_norm, device=device, ranks=ranks,
-        collate_fn=collate_fn, split=split, batch_dim=batch_dim,
+        reduction=reduction, before_window=before_window, state=state, batch_norm=batch_norm, device=device,
+        ranks=ranks, collate_fn=collate_fn, split=split, batch_dim=batch_dim,
     )  # fmt: skip
     refuse_ranks(ranks, "check")
     started = clock.now()
@@ -152,6 +155,7 @@ def check(
         divides=divides,
         reduction=reduction,
         before_window=checked[before_window_of],
+        state=state,
         batch_norm=checked[statistics_of].of_few(),
         collate_fn=collate_fn or getattr(batch, "collate_fn", None),
         split=checked[split_of],
@@ -418,6 +422,10 @@ class _Check:
             )
         if self._is_kept:
             notice = notices.ones_notice(held.error)
+        notice = notice or self._untrained or unused
+        # What else a run would do otherwise than was measured here.
+        if notice is None and decision.passed and (verdict.leaves_part or verdict.draws_once):
+            notice = notices.part_of_state_notice() if verdict.leaves_part else notices.drawn_once_notice()
         return CheckReport(
             passed=decision.passed,
             hypothesis=decision.hypothesis,
@@ -431,7 +439,7 @@ class _Check:
             ),
             hypotheses={hypothesis: outcome.error for hypothesis, outcome in found.items()},
             tensors=dict(by_error),
-            notice=notice or self._untrained or unused,
+            notice=notice,
             seconds=clock.now() - started,
         )
 

@@ -351,6 +351,7 @@ class FitArguments:
         check=_checks.of_state,
         decides="training",
         accumulator=Own(),
+        in_check=Own(),
     )
     # Not in a measurement alone: a model with BatchNorm is another one for each of these.
     batch_norm: str = option(

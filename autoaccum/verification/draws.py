@@ -118,6 +118,8 @@ class Recording(Draws):  # type: ignore[no-untyped-call]
         """The generators that were passed, so that another one is told from them."""
         self.has_rows = True
         """Whether each sample has its own part in all that was drawn."""
+        self.is_shared = False
+        """Whether parts were given something that was drawn once, for all samples together."""
         self.has_fused = False
         """Whether a fused attention drew, which shows nothing of it."""
 
@@ -158,6 +160,7 @@ class Replaying(Draws):  # type: ignore[no-untyped-call]
             keeps_wide: see ``Draws``.
         """
         super().__init__(keeps_wide=keeps_wide)
+        self._recorded = recorded
         self._draws = iter(recorded.draws)
         self._generators = recorded.generators
         self._rows = torch.tensor(rows, device="cpu")
@@ -195,6 +198,8 @@ class Replaying(Draws):  # type: ignore[no-untyped-call]
         if drawn.ndim != wanted.ndim or (drawn.dtype == torch.int64 and _is_order(drawn) and len(drawn) != len(wanted)):
             raise UnalignedError("a part")
         differing = [dim for dim, size in enumerate(wanted.shape) if drawn.shape[dim] != size]
+        # A run draws it for each micro-batch by itself, which no comparison under the same draw shows.
+        self._recorded.is_shared = self._recorded.is_shared or (not differing and len(self._rows) < self._num_samples)
         own = self._dims_of_samples(drawn, wanted)
         for dim in differing:
             have, size = drawn.shape[dim], wanted.shape[dim]

@@ -95,6 +95,8 @@ class Verdict:
     """Whether forwards leave other things in attributes of modules."""
     leaves_part: bool = False
     """Whether a window leaves the state of its last part, and not that of all of it."""
+    draws_once: bool = False
+    """Whether the parts were given what is drawn once for a batch, and what a run draws for each of them."""
     broadcasts: bool = False
     """Whether outputs and targets are broadcast to a square of samples, where nothing else is to blame."""
     pads: bool = False

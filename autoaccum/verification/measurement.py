@@ -249,6 +249,11 @@ class Measurement:
         return isinstance(self._draws, Recording) and bool(self._draws.draws)
 
     @property
+    def draws_once(self) -> bool:
+        """Return whether parts were given what was drawn once for all samples, which each would draw by itself."""
+        return isinstance(self._draws, Recording) and self._draws.is_shared
+
+    @property
     def draws_orders(self) -> bool:
         """Return whether orders are drawn for which constants stand, as where samples are paired with others."""
         return isinstance(self._draws, Constants) and self._draws.has_orders

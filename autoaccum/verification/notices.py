@@ -366,6 +366,17 @@ def part_of_state_notice() -> Notice:
     )
 
 
+def drawn_once_notice() -> Notice:
+    """Return what to say of a number that a forward draws once for all samples of a batch, as the weight of a MixUp."""
+    return Notice(
+        cause="The forward draws something once for all samples of a batch (a weight, a scale, a layer to skip), and "
+        "all parts were given the same here",
+        consequence="A run draws it for each micro-batch by itself, so that a window is a mean over several draws "
+        "instead of one",
+        cure="Draw it in before_window=, where it is to be the same for all samples of a window",
+    )
+
+
 def uncounted_notice(error: float) -> Notice:
     """Return what to say of a micro-batch that ``num_items`` counts 0 in, but which was measured to have a loss."""
     off = f"windows that hold such a micro-batch get a wrong gradient, {percent(error)} off for the samples measured"

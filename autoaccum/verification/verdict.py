@@ -214,6 +214,7 @@ def _measured_of(
                 tolerance=max(measurement.tolerance, decision.error) if decision.passed else measurement.tolerance,
                 rebinds=measurement.rebinds,
                 leaves_part=measurement.leaves_part,
+                draws_once=measurement.draws_once,
                 collates_anew=collates_anew,
                 broadcasts=bool(not decision.passed and not causes and broadcasts(measurement)),
                 pads=bool(not decision.passed and not causes and pads(measurement)),

@@ -110,6 +110,42 @@ class TestWhatIsNamed:
         assert report.passed is False
         assert cause(report).startswith("A forward changes state")
 
+    def test_state_that_moves_once_a_window(self) -> None:
+        report = check(Momentum(), classes(12, DOUBLE)[0], loss_fn=None, state="window")
+        assert report.passed
+        assert report.notice is None
+
+    def test_state_of_samples_of_which_a_window_leaves_a_part(self) -> None:
+        class Queue(nn.Module):
+            def __init__(self) -> None:
+                super().__init__()
+                self.net = linear()
+                self.register_buffer("queue", torch.ones(3, dtype=DOUBLE))
+
+            def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+                outputs = self.net(inputs)
+                loss = (outputs - self.queue).square().mean()
+                self.queue = outputs.detach().mean(0)
+                return loss
+
+        report = check(Queue(), classes(12, DOUBLE)[0], loss_fn=None, state="window")
+        assert report.passed
+        assert cause(report).startswith("What forwards write to state depends on their samples")
+
+    @pytest.mark.parametrize("is_drawn_once", [True, False])
+    def test_what_is_drawn_once_for_a_batch(self, is_drawn_once: bool) -> None:
+        def step(model: nn.Module, batch: Any) -> torch.Tensor:
+            inputs, targets = batch
+            scale = torch.rand((1,) if is_drawn_once else (len(inputs), 1), dtype=DOUBLE)
+            return cross_entropy(model(inputs * scale), targets)
+
+        report = check(linear(), training_step=step)
+        assert report.passed
+        if is_drawn_once:
+            assert cause(report).startswith("The forward draws something once for all samples of a batch")
+        else:
+            assert report.notice is None
+
     def test_hooks(self) -> None:
         model = linear()
         handle = model.weight.register_hook(lambda gradient: gradient.clamp(-1e-3, 1e-3))
