@@ -41,8 +41,8 @@ from autoaccum.verification import notices
 from autoaccum.verification.comparison import tolerance_of
 from autoaccum.verification.decision import in_order
 from autoaccum.verification.draws import UnalignedError
-from autoaccum.verification.findings import FOREIGN, Cut, Decision, Outcome, Verdict
-from autoaccum.verification.measurement import Measurement, ZeroGradientError
+from autoaccum.verification.findings import FOREIGN, Cut, Decision, Outcome, Verdict, ZeroGradientError
+from autoaccum.verification.measurement import Measurement
 from autoaccum.verification.samples import MOST, choose, cuts_of
 from autoaccum.verification.side_effects import SideEffects
 from autoaccum.verification.verdict import measure
@@ -406,8 +406,8 @@ class _Check:
                 suspicion = notices.coupling_notice()
             elif notice is None and not counts_items:
                 suspicion = notices.doubt_of(shown.sizes, shown.reductions)
-            if verdict.broadcasts:
-                suspicion = notices.of("broadcast")
+            if verdict.suspect is not None:
+                suspicion = notices.of(verdict.suspect)
             # A run stops at the first cut that fails; the worst of all of them is what is told of here.
             worst = replace(decision, error=held.error, tensor=held.tensor)
             notice = notices.failure_notice(

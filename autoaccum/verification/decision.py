@@ -25,9 +25,9 @@ from autoaccum.memory.oom import is_out_of_memory, without_frames
 from autoaccum.verification.comparison import MAY_BE_ROUNDING, MOST_ROUNDING
 from autoaccum.verification.counts import by_counts
 from autoaccum.verification.draws import UnalignedError, UnsettledError
-from autoaccum.verification.findings import Cut, Decision, Outcome
+from autoaccum.verification.findings import Cut, Decision, NotFiniteError, Outcome, ZeroGradientError
 from autoaccum.verification.floors import is_right_in_64_bits
-from autoaccum.verification.measurement import Measurement, NotFiniteError, ZeroGradientError
+from autoaccum.verification.measurement import Measurement
 
 Rival = Literal["num_items", "items", "samples"]
 _MOST_TERMS = 100

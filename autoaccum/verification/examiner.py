@@ -432,8 +432,8 @@ class Examiner:
             signs.compares_samples = "samples" in decision.rivals
             return
         suspicion = readings.suspicion(self._job, self._met, self._shown)
-        if verdict.broadcasts:  # which is why samples meet, and nearly always a mistake
-            suspicion = notices.of("broadcast")
+        if verdict.suspect is not None:  # measured, where what the graph shows is read
+            suspicion = notices.of(verdict.suspect)
         elif suspicion is None and (verdict.rebinds or verdict.pads):
             suspicion = notices.of("state" if verdict.rebinds else "padding")
         notice = notices.failure_notice(

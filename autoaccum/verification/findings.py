@@ -13,8 +13,16 @@ Cut = tuple[Part, ...]
 """The parts that the whole is cut into."""
 FOREIGN = "it draws from Python's or NumPy's generator, other numbers in each part"
 """Why nothing can be measured of what no row of a draw can be given to."""
-Cause = Literal["padding", "batch norm", "state", "hooks", "pairing", "broadcast", "mixing"]
-"""What may be to blame where a measurement fails; all but the last two can be switched off."""
+Cause = Literal["padding", "batch norm", "state", "hooks", "pairing", "broadcast", "places", "mixing"]
+"""What may be to blame where a measurement fails; all but the last three can be switched off."""
+
+
+class ZeroGradientError(Exception):
+    """A gradient of 0, by which nothing can be told."""
+
+
+class NotFiniteError(Exception):
+    """A loss of all samples that is not finite, which no cut can be compared with."""
 
 
 @dataclass(kw_only=True)
@@ -97,8 +105,8 @@ class Verdict:
     """Whether a window leaves the state of its last part, and not that of all of it."""
     draws_once: bool = False
     """Whether the parts were given what is drawn once for a batch, and what a run draws for each of them."""
-    broadcasts: bool = False
-    """Whether outputs and targets are broadcast to a square of samples, where nothing else is to blame."""
+    suspect: Cause | None = None
+    """How samples meet, where nothing is to blame: outputs and targets are broadcast, or places in a batch matter."""
     pads: bool = False
     """Whether parts are padded otherwise than the whole, where nothing else is to blame."""
     is_time_first: bool = False

@@ -34,7 +34,7 @@ from autoaccum.verification.comparison import (
     tolerance_of,
 )
 from autoaccum.verification.draws import Constants, Recording, Replaying, drawing_nothing
-from autoaccum.verification.findings import Cut, Outcome, Part
+from autoaccum.verification.findings import Cut, NotFiniteError, Outcome, Part, ZeroGradientError
 from autoaccum.verification.floors import floor_of, full_precision, nudge, nudged, widen, widened
 from autoaccum.verification.remains import Remains, is_of_a_part, remains_of
 from autoaccum.verification.samples import Parts, cuts_of
@@ -46,14 +46,6 @@ from autoaccum.window.state import Gradients, State
 from autoaccum.window.transaction import Transaction
 
 _CPU = torch.device("cpu")
-
-
-class ZeroGradientError(Exception):
-    """A gradient of 0, by which nothing can be told."""
-
-
-class NotFiniteError(Exception):
-    """A loss of all samples that is not finite, which no cut can be compared with."""
 
 
 _MOST_BITS = 10
@@ -392,6 +384,12 @@ class Measurement:
         with self._nudged():
             nudged = self._loss_of(whole, self._replaying(whole))
         return min(abs(loss - turned), _MOST_BITS * abs(loss - nudged)) / max(abs(loss), 1e-12)
+
+    def loss_depends_on(self, order: Part) -> bool:
+        """Return whether all samples in another order have another loss, where constants stand for what is drawn."""
+        draws = Constants(keeps_wide=not self.is_rounded)
+        loss, ordered = (self._loss_of(part, draws) for part in (tuple(sorted(order)), order))
+        return abs(loss - ordered) > 10 * loss_tolerance_of(self.parameters) * abs(loss)
 
     @contextmanager
     def _nudged(self) -> Iterator[None]:

@@ -15,10 +15,10 @@ from autoaccum.verification import notices, readings
 from autoaccum.verification.comparison import MAY_BE_ROUNDING, MOST_ROUNDING, tolerance_of
 from autoaccum.verification.counts import by_counts
 from autoaccum.verification.draws import UnsettledError
-from autoaccum.verification.findings import FOREIGN
+from autoaccum.verification.findings import FOREIGN, NotFiniteError
 from autoaccum.verification.floors import is_right_in_64_bits
 from autoaccum.verification.kinds import Kinds
-from autoaccum.verification.measurement import Measurement, NotFiniteError
+from autoaccum.verification.measurement import Measurement
 from autoaccum.verification.samples import MOST
 from autoaccum.window.gradient import Gradient, are_alike
 from autoaccum.window.job import Job

@@ -151,7 +151,29 @@ class _Shapes(TorchFunctionMode):
         return result
 
 
-def broadcasts(measurement: Measurement) -> bool:
+def suspect_of(measurement: Measurement) -> Cause | None:
+    """Return by what samples meet that cannot be switched off; None where neither shows."""
+    if _broadcasts(measurement):
+        return "broadcast"
+    # Of what lies in dim 1 other rows are other times, whose order always matters.
+    return "places" if not is_time_first(measurement) and _goes_by_places(measurement) else None
+
+
+def _goes_by_places(measurement: Measurement) -> bool:
+    """Return whether all samples have another loss in another order, as where each is mixed with that of a flip."""
+    first, *others = range(measurement.num_samples)
+    if len(others) < 3:
+        return False
+    # The second and the third in each other's place: by a flip, a roll, in halves or as neighbours, other pairs meet.
+    order = (first, others[1], others[0], *others[2:])
+    try:
+        return measurement.loss_depends_on(order)
+    except Exception:  # what the user's code does not bear says nothing
+        measurement.state.restore()
+        return False
+
+
+def _broadcasts(measurement: Measurement) -> bool:
     """Return whether the loss sets each sample beside all others for a dim of 1 that one of two tensors has."""
     # With two numbers of samples, for a dim of features may have one of them.
     parts = [tuple(range(measurement.num_samples - fewer)) for fewer in (0, 1)]

@@ -15,10 +15,10 @@ from autoaccum.loss.hypotheses import SUMS, Hypothesis
 from autoaccum.memory.oom import RanOut, attempt, is_out_of_memory, without_frames
 from autoaccum.verification.decision import compare_losses, decide, explained_by_ones
 from autoaccum.verification.draws import UnalignedError, UnsettledError
-from autoaccum.verification.findings import FOREIGN, Cause, Decision, Verdict
-from autoaccum.verification.measurement import Measurement, NotFiniteError, ZeroGradientError
+from autoaccum.verification.findings import FOREIGN, Cause, Decision, NotFiniteError, Verdict, ZeroGradientError
+from autoaccum.verification.measurement import Measurement
 from autoaccum.verification.samples import MOST, choose, cuts_of
-from autoaccum.verification.suspects import broadcasts, is_time_first, mixes, name_cause, pads
+from autoaccum.verification.suspects import is_time_first, mixes, name_cause, pads, suspect_of
 from autoaccum.window.job import Job
 from autoaccum.window.state import State
 
@@ -216,7 +216,7 @@ def _measured_of(
                 leaves_part=measurement.leaves_part,
                 draws_once=measurement.draws_once,
                 collates_anew=collates_anew,
-                broadcasts=bool(not decision.passed and not causes and broadcasts(measurement)),
+                suspect=None if decision.passed or causes else suspect_of(measurement),
                 pads=bool(not decision.passed and not causes and pads(measurement)),
                 is_time_first=bool(not decision.passed and not causes and is_time_first(measurement)),
             )

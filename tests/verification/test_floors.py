@@ -17,8 +17,8 @@ from autoaccum.events import Verified
 from autoaccum.testing import oom_at
 from autoaccum.verification import floors
 from autoaccum.verification.decision import decide
+from autoaccum.verification.findings import ZeroGradientError
 from autoaccum.verification.floors import floor_of, full_precision, nudge, nudged
-from autoaccum.verification.measurement import ZeroGradientError
 from tests.devices import DEVICE
 from tests.verification.making import measurement_of
 

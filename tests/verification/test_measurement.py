@@ -16,7 +16,7 @@ from torch.nn.functional import cross_entropy
 
 import autoaccum
 from autoaccum.loss.hypotheses import Hypothesis, of_terms
-from autoaccum.verification.measurement import NotFiniteError, ZeroGradientError
+from autoaccum.verification.findings import NotFiniteError, ZeroGradientError
 from autoaccum.verification.samples import cuts_of
 from tests.models import classes, mlp
 from tests.verification.making import DOUBLE, Log, measurement_of, pairs, plain, summed

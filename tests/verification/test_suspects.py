@@ -14,7 +14,7 @@ from torch.nn.utils.rnn import pad_sequence
 
 from autoaccum.verification.decision import decide
 from autoaccum.verification.measurement import Measurement
-from autoaccum.verification.suspects import name_cause, pads
+from autoaccum.verification.suspects import name_cause, pads, suspect_of
 from tests.models import mlp
 from tests.verification.making import DOUBLE, HERE, job_of, measurement_of, pairs, plain, squared_mean
 
@@ -27,6 +27,14 @@ def causes(measurement: Measurement, smallest: int = 1) -> list[str]:
         found = name_cause(measurement, decision.cuts, decision.hypothesis)
         assert everything(measurement) == before, "switched on again"
     return list(found)
+
+
+def suspected(loss: Any) -> str | None:
+    with measurement_of(loss) as measurement:
+        decision = decide(measurement, 1, "items")
+        assert not decision.passed
+        assert not name_cause(measurement, decision.cuts, decision.hypothesis)
+        return suspect_of(measurement)
 
 
 def everything(measurement: Measurement) -> Any:
@@ -138,6 +146,34 @@ def test_samples_that_are_paired_in_an_order_that_is_drawn() -> None:
     assert causes(measurement_of(lambda *given: mixed(*given).square())) == []
     with measurement_of(turned) as measurement:
         assert decide(measurement, 1, "items").passed
+
+
+HOW = {
+    "flip": lambda rows: rows.flip(0),
+    "roll": lambda rows: rows.roll(1, 0),
+    "halves": lambda rows: torch.cat([rows[len(rows) // 2 :], rows[: len(rows) // 2]]),
+    "neighbours": lambda rows: torch.cat([rows[1::2], rows[::2]]),
+}
+
+
+@pytest.mark.parametrize("how", HOW)
+def test_places_matter_where_each_is_mixed_with_that_of_another_place(how: str) -> None:
+    def mixed(model: Any, batch: Any) -> torch.Tensor:
+        inputs, targets = batch
+        share = torch.rand(1, dtype=inputs.dtype)
+        outputs = model(share * inputs + (1 - share) * HOW[how](inputs))
+        losses = share * cross_entropy(outputs, targets) + (1 - share) * cross_entropy(outputs, HOW[how](targets))
+        return losses.squeeze()
+
+    assert suspected(mixed) == "places"
+
+
+def test_places_do_not_matter_where_samples_meet_as_a_set() -> None:
+    def contrastive(model: Any, batch: Any) -> torch.Tensor:
+        outputs = torch.nn.functional.dropout(model(batch[0]), 0.3)
+        return cross_entropy(outputs @ outputs.T, torch.arange(len(outputs)))
+
+    assert suspected(contrastive) is None
 
 
 def test_two_that_are_to_blame_together() -> None:
