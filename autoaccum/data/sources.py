@@ -200,6 +200,11 @@ def _plain_order(num_samples: int, seed: int, shuffle: bool, argument: str) -> O
     return Order(num_samples, seed=seed, shuffle=shuffle)
 
 
+def shuffles(loader: DataLoader[Any]) -> bool:
+    """Return whether a DataLoader was made with ``shuffle=True``, or draws as one that was."""
+    return isinstance(_sampler(loader), RandomSampler)
+
+
 def _loader_order(loader: DataLoader[Any], seed: int, argument: str) -> Order | None:
     """Return the order of a DataLoader's samplers; what its own ``shuffle=`` made is replaced by a seeded one.
 

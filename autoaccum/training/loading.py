@@ -44,8 +44,9 @@ def load_best(
 
     Raises:
         NoHistoryError: no run has been there.
-        ArgumentError: none of its checkpoints is the best, for no validation had a finite loss; or it has no averages.
-        CheckpointCorruptError: what is there is of another model, or not as it was written.
+        ArgumentError: none of its checkpoints is the best, for no validation had a finite loss; or it has no averages;
+            or its weights are those of another model.
+        CheckpointCorruptError: what is there is not as it was written.
 
     >>> import autoaccum, tempfile, torch
     >>> model, data = torch.nn.Linear(3, 1), (torch.randn(20, 3), torch.randn(20, 1))
@@ -76,9 +77,9 @@ def load_best(
         check_module(made, weights, buffers, ("weights", "buffers"))
     except CheckpointCorruptError as error:
         # It was read by its checksums: what differs is the model, nearly always.
-        name = type(made).__name__
-        cure = f"It is of another model than this {name}, as it seems: make it as it was when it was trained."
-        raise CheckpointCorruptError(found.path, error.problem, entry=error.entry, cure=cure) from None
+        name, differs = type(made).__name__, f"{error.entry} {error.problem}"
+        cure = f"Make it as it was when it was trained: in {found.path}, {differs}."
+        raise ArgumentError("model", name, "the model that was trained there, as the weights tell", cure) from None
     on = [tensor.device for tensor in (*made.parameters(), *made.buffers())]
     load_modules([made], [{"state": weights, "buffers": buffers}], on[0] if on else torch.device("cpu"))
     return made

@@ -28,11 +28,17 @@ _OF: dict[str, Check] = {"metric": a(str), "mode": one_of("min", "max")}  # whic
 class Watch(Ready):
     """A callback that counts the validations since the best one."""
 
-    def __init__(self, metric: str, mode: Literal["min", "max"], min_delta: float = 0.0) -> None:
+    def __init__(self, metric: str, mode: Literal["min", "max"] | None, min_delta: float = 0.0) -> None:
         """Set up; see the classes below for the arguments."""
         self.metric = metric
         if not isinstance(metric, str):
             raise ArgumentError("metric", metric, "'loss', or the name of one of the run's metrics")
+        if mode is None:
+            # Of a metric whose direction was forgotten the run would end where it is at its best.
+            if metric != "loss":
+                cure = "Pass 'max' where higher is better, as of an accuracy, and 'min' where lower is."
+                raise ArgumentError("mode", mode, f"'min' or 'max' beside metric={metric!r}", cure)
+            mode = "min"
         _checks.one_of("mode", mode, ("min", "max"))
         self.mode = mode
         self.min_delta = _checks.number_between("min_delta", min_delta, 0)
@@ -200,7 +206,7 @@ class EarlyStopping(Watch):
         patience: int = 3,
         *,
         metric: str = "loss",
-        mode: Literal["min", "max"] = "min",
+        mode: Literal["min", "max"] | None = None,
         min_delta: float = 0.0,
     ) -> None:
         """Set up.
@@ -208,7 +214,7 @@ class EarlyStopping(Watch):
         Args:
             patience: validations in a row without an improvement, after which the run ends.
             metric: what to go by: ``"loss"``, or a name in what validations report.
-            mode: ``"min"`` where lower is better, ``"max"`` where higher is.
+            mode: ``"min"`` where lower is better, ``"max"`` where higher is; of the loss it may be left out.
             min_delta: what a value has to be better by.
 
         Raises:
@@ -245,7 +251,7 @@ class ReduceOnPlateau(Watch):
         patience: int = 10,
         *,
         metric: str = "loss",
-        mode: Literal["min", "max"] = "min",
+        mode: Literal["min", "max"] | None = None,
         min_delta: float = 0.0,
         cooldown: int = 0,
         min_lr: float = 0.0,
@@ -257,7 +263,7 @@ class ReduceOnPlateau(Watch):
             patience: validations in a row without an improvement that are borne: with the next one rates fall, as by
                 PyTorch's ``ReduceLROnPlateau``.
             metric: what to go by: ``"loss"``, or a name in what validations report.
-            mode: ``"min"`` where lower is better, ``"max"`` where higher is.
+            mode: ``"min"`` where lower is better, ``"max"`` where higher is; of the loss it may be left out.
             min_delta: what a value has to be better by.
             cooldown: validations after that which do not count as bad.
             min_lr: the lowest rate.

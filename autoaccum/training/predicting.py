@@ -10,11 +10,12 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils.data import DataLoader, RandomSampler
+from torch.utils.data import DataLoader
 
 from autoaccum import _checks
 from autoaccum.data import batches
 from autoaccum.data.base import Window
+from autoaccum.data.sources import shuffles
 from autoaccum.data.splits import SplitLike, split_of
 from autoaccum.errors import ArgumentError, DataError
 from autoaccum.loss.functions import call, call_on_batch
@@ -87,7 +88,7 @@ def predict(
     if forward is not None:
         _checks.function("forward", forward, ("model", "batch"), "outputs")
     # Of a sampler of the user's own the order is theirs; what shuffle=True draws nobody could tell afterwards.
-    if isinstance(data, DataLoader) and isinstance(data.sampler, RandomSampler):
+    if isinstance(data, DataLoader) and shuffles(data):
         cure = "Outputs would come in an order that was drawn: pass one with shuffle=False."
         raise ArgumentError("data", "a DataLoader with shuffle=True", "data in an order of their own", cure)
     place = place_of(own_device(model), memory_limit)

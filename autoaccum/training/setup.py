@@ -19,9 +19,9 @@ from torch.utils.data import DataLoader
 from autoaccum import _checks
 from autoaccum.data import randomness
 from autoaccum.data.base import Source
-from autoaccum.data.sources import open_source
+from autoaccum.data.sources import open_source, shuffles
 from autoaccum.data.splits import split_of
-from autoaccum.errors import ArgumentError, ArgumentTypeError
+from autoaccum.errors import ArgumentError, ArgumentTypeError, ConflictingArgumentsError
 from autoaccum.events import Event
 from autoaccum.loss.coupling import smallest_micro_batch
 from autoaccum.loss.functions import loss_function, stated
@@ -116,8 +116,11 @@ def open_data(arguments: FitArguments, place: Place, split: Any = None) -> Sourc
 
     Raises:
         DataError: it cannot be cut into windows.
-        ArgumentError: it can be read only once, and is to be read more often.
+        ArgumentError: it can be read only once, and is to be read more often; or shuffle=False is not what it does.
     """
+    if not arguments.shuffle and isinstance(arguments.data, DataLoader) and shuffles(arguments.data):
+        cure = "The DataLoader says so itself: make it with shuffle=False."
+        raise ConflictingArgumentsError("shuffle", False, "data=DataLoader(..., shuffle=True)", cure)
     # Samples wait for their window in host memory, wherever that is computed.
     on_cpu = place.device.type == "cpu"
     host = memory_of(torch.device("cpu"))

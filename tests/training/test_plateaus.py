@@ -82,7 +82,7 @@ class TestEarlyStopping:
         assert fit(4).num_steps == 10
 
     def test_goes_by_what_validations_report(self) -> None:
-        callback = EarlyStopping(metric="f1")
+        callback = EarlyStopping(metric="f1", mode="max")
         callback(started(), trainer_with())
         with pytest.raises(ArgumentError, match=r"^metric='f1': expected one of accuracy, loss"):
             callback(validated(1.0, accuracy=0.5), trainer_with())
@@ -153,6 +153,7 @@ def test_without_validations_they_are_refused_before_training(callback: Any) -> 
     [
         ({"patience": -1}, "patience"),
         ({"mode": "least"}, "mode"),
+        ({"metric": "accuracy"}, "mode"),
         ({"min_delta": -1}, "min_delta"),
         ({"metric": 3}, "metric"),
         ({"factor": 1}, "factor"),

@@ -42,7 +42,7 @@ class TestNames:
         given: dict[str, Any] = {"loss_fn": cross_entropy} if "training_step" not in options else {}
         return autoaccum.fit(
             mlp(), classes(16), effective_batch=4, micro_batch=4, epochs=2, device="cpu", progress=False, cache=False,
-            verify=False, validation_data=classes(8), callbacks=[count, make(metric=metric)], **{**given, **options},
+            verify=False, validation_data=classes(8), callbacks=[count, make(metric=metric, mode="max")], **{**given, **options},
         )  # fmt: skip
 
     @pytest.mark.parametrize("make", [EarlyStopping, ReduceOnPlateau])

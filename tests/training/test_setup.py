@@ -14,7 +14,7 @@ from torch.nn.functional import cross_entropy
 from torch.utils.data import DataLoader, TensorDataset
 
 import autoaccum
-from autoaccum.errors import ArgumentError, ArgumentTypeError
+from autoaccum.errors import ArgumentError, ArgumentTypeError, ConflictingArgumentsError
 from autoaccum.planning.schedules import SMOOTHING, Constant, NoiseScale
 from autoaccum.testing import simulated_memory
 from autoaccum.training import setup
@@ -41,6 +41,14 @@ def test_an_iterator_is_no_data_for_two_epochs() -> None:
     assert setup.open_data(given(data=iter([DATA])), place).num_samples is None
     with pytest.raises(ArgumentError, match="which can be read only once"):
         setup.open_data(given(data=iter([DATA]), epochs=2), place)
+
+
+def test_an_order_that_the_loader_draws_is_not_left_out_by_the_argument() -> None:
+    place, samples = setup.place_of("cpu", None), TensorDataset(DATA[0])
+    with pytest.raises(ConflictingArgumentsError, match=r"^shuffle=False: .*make it with shuffle=False\.$"):
+        setup.open_data(given(data=DataLoader(samples, shuffle=True), shuffle=False), place)
+    assert setup.open_data(given(data=DataLoader(samples), shuffle=False), place).num_samples == len(DATA[0])
+    assert setup.open_data(given(data=DataLoader(samples, shuffle=True)), place).num_samples == len(DATA[0])
 
 
 def test_validation_data_are_read_in_their_order_and_more_than_once() -> None:
