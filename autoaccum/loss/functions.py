@@ -155,9 +155,11 @@ def inputs_and_targets(batch: Any) -> tuple[Any, Any]:
     # A list is what default_collate makes of pairs. A dict is not taken apart: which entry is the target, nothing says.
     if isinstance(batch, tuple | list) and len(batch) == 2:
         return batch[0], batch[1]
+    has_labels = isinstance(batch, Mapping) and "labels" in batch  # as those of models that compute their loss
+    leave_out = " Leave loss_fn out where the model returns its loss, as .loss or ['loss']." if has_labels else ""
     raise DataError(
         f"data: with loss_fn, batches are (inputs, targets), but this one is {mistakes.describe(batch)}. Let the data "
-        f"yield pairs, or pass training_step=(model, batch) -> loss, which takes any batch."
+        f"yield pairs, or pass training_step=(model, batch) -> loss, which takes any batch.{leave_out}"
     )
 
 

@@ -11,7 +11,8 @@ import torch
 from autoaccum.errors import ArgumentError, NonScalarLossError
 
 _NO_NUMBER = (
-    "No gradient comes from a number: return the loss as the tensor that it is, without .item(), float() or .numpy()."
+    "No gradient comes from a number: return the loss as the tensor that it is, without .item(), float() or .numpy(). "
+    "A sum over none of several losses is a number as well, sum([]) == 0: begin it with outputs.sum() * 0."
 )
 _COMPLEX = "Return a real number of it, for example with .abs() or .real."
 _SHOWN = 12
@@ -55,7 +56,11 @@ def among_others(source: str, returned: Any) -> NonScalarLossError:
         return NonScalarLossError(source, found, cure)
     # Of some ``loss`` is one of several, of others the sum of all, or a loss beside things to look at.
     if isinstance(returned, Mapping) and "loss" in losses:
-        cure = f"If 'loss' is what is trained on, {_written(returned, ['loss'], [n for n in entries if n != 'loss'])}."
+        beside = [name for name in entries if name != "loss"]
+        cure = f"If 'loss' is what is trained on, {_written(returned, ['loss'], beside)}."
+        # As the outputs for each word of texts, which are padded to another length in each micro-batch.
+        if any(not _is_scalar(entries[name]) for name in beside):
+            cure += " Leave out what has another shape for each batch."
         if len(losses) > 1:
             cure += " If all losses are to be added, let none of them be named 'loss'."
         return NonScalarLossError(source, found, cure)

@@ -77,9 +77,8 @@ def load_best(
         check_module(made, weights, buffers, ("weights", "buffers"))
     except CheckpointCorruptError as error:
         # It was read by its checksums: what differs is the model, nearly always.
-        name, differs = type(made).__name__, f"{error.entry} {error.problem}"
-        cure = f"Make it as it was when it was trained: in {found.path}, {differs}."
-        raise ArgumentError("model", name, "the model that was trained there, as the weights tell", cure) from None
+        cure = f"Make it as it was when it was trained: in {found.path}, {error.entry} {error.problem}."
+        raise ArgumentError("model", type(made).__name__, "the model that was trained there", cure) from None
     on = [tensor.device for tensor in (*made.parameters(), *made.buffers())]
     load_modules([made], [{"state": weights, "buffers": buffers}], on[0] if on else torch.device("cpu"))
     return made

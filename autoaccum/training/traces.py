@@ -11,6 +11,7 @@ from torch.nn.parameter import is_lazy
 
 from autoaccum.window.attributes import Attributes
 from autoaccum.window.snapshot import Snapshot
+from autoaccum.window.state import State
 
 
 @contextmanager
@@ -30,12 +31,14 @@ def no_trace(
         optimizer: may hold parameters that no module does; anything else than an optimizer is left alone.
         device: where the modules may be moved to within it.
         tensors: others that may get gradients.
-        functions: of the user's, which may draw from generators of their own.
+        functions: of the user's, which may count, keep or draw by what they hold.
     """
-    snapshot = Snapshot(modules, device, functions)
+    everything = {id(m): m for module in modules for m in module.modules()}.values()
+    # Before anything moves. Of layers that these hold too, what is below knows more.
+    outside = State((), functions, device, (), without=set(everything))
+    snapshot = Snapshot(modules, device)
     snapshot.take()
     # Parameters of the modules, and those that only the optimizer holds: gradients of both are taken away.
-    everything = {id(m): m for module in modules for m in module.modules()}.values()
     parameters = [p for module in everything for p in module.parameters(recurse=False)]
     groups = optimizer.param_groups if isinstance(optimizer, torch.optim.Optimizer) else ()
     trained = [p for group in groups for p in group["params"]]
@@ -68,3 +71,4 @@ def no_trace(
         # Attributes know which tensors stood where, the snapshot what was in those that are buffers.
         attributes.restore()
         snapshot.restore()
+        outside.restore()

@@ -139,6 +139,10 @@ class TestRefuses:
         with pytest.raises(DataError, match=f"batches are .inputs, targets., but this one is {found}.*training_step="):
             loss_function(mse_loss, None)(Recorder(), batch)
 
+    def test_a_batch_with_labels_may_be_that_of_a_model_that_computes_its_loss(self) -> None:
+        with pytest.raises(DataError, match=r"any batch\. Leave loss_fn out where the model returns its loss"):
+            loss_function(mse_loss, None)(Recorder(), {"input_ids": torch.zeros(2), "labels": torch.zeros(2)})
+
     def test_entries_that_the_model_does_not_take(self) -> None:
         """A loss_fn takes no dict apart, so that it is no way out of this."""
         model = nn.Linear(2, 1)

@@ -30,8 +30,9 @@ def outputs() -> torch.Tensor:
     [
         (
             {"loss": loss(), "logits": outputs()},
-            r"'loss' is what is trained on, return loss, \{\"logits\": \.\.\.\}\.$",
+            r"'loss' is what is trained on, return loss, \{\"logits\": \.\.\.\}\. Leave out what has another shape for each batch\.$",
         ),
+        ({"loss": loss(), "accuracy": 0.5}, r"return loss, \{\"accuracy\": \.\.\.\}\.$"),
         ({"loss": loss(), "ce": loss()}, r"If all losses are to be added, let none of them be named 'loss'\.$"),
         ({"ce": loss(), "mse": loss(), "x": outputs()}, r"return ce \+ mse, \{\"x\": \.\.\.\}\.$"),
         ({"ce": loss(), "acc": torch.tensor(0.7)}, r"return ce, \{\"acc\": \.\.\.\}\. To add it .* return a list\.$"),
@@ -39,7 +40,7 @@ def outputs() -> torch.Tensor:
         ((loss(), outputs()), r"return loss, \{\"output_1\": \.\.\.\}\.$"),
         ((outputs(), loss()), r"whose '0' is a tensor of shape \(4, 3\).*return output_1, \{\"loss\": \.\.\.\}\.$"),
         ((loss(), None), r"whose '1' is a value of type NoneType.*return loss, \{\"output_1\": \.\.\.\}\.$"),
-        (0.5, r"a value of type float.*without \.item\(\), float\(\) or \.numpy\(\)\.$"),
+        (0.5, r"a value of type float.*without \.item\(\), float\(\) or \.numpy\(\)\. A sum over none"),
         (np.float32(0.5), r"a value of type float32.*without \.item\(\)"),
         (np.ones(()), r"a value of type ndarray.*without \.item\(\)"),
         ([0.5, 0.25], r"a list of 2.*without \.item\(\)"),

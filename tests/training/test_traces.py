@@ -24,3 +24,28 @@ def test_everything_is_as_it_was() -> None:
     assert all(p.grad is kept for p, kept in zip(model.parameters(), gradients, strict=True))
     assert torch.equal(torch.get_rng_state(), random)
     assert model.training
+
+
+def test_what_functions_count_and_keep_is_as_it_was() -> None:
+    global _calls
+    kept, generator, calls = [1.0], torch.Generator(), 0
+    held = nn.Linear(3, 3)
+
+    def step() -> None:
+        global _calls
+        nonlocal calls
+        _calls, calls = _calls + 1, calls + 1
+        kept.append(float(torch.rand((), generator=generator)))
+        held(torch.randn(2, 3)).sum().backward()
+
+    state = generator.get_state()
+    with no_trace([held], None, CPU, functions=[step]):
+        step()
+        assert (_calls, calls, len(kept)) == (1, 1, 2)
+    assert (_calls, calls, kept) == (0, 0, [1.0])
+    assert torch.equal(generator.get_state(), state)
+    assert held.weight.grad is None
+
+
+_calls = 0
+"""How often ``step`` above was called, in a global variable as a script has it."""
