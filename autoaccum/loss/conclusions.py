@@ -41,9 +41,8 @@ _OF_ROOTS = {
 
 DIFFERING: Doubt = (
     "its terms are not the same ones in each micro-batch",
-    "Return them by name, as a dict, and leave out what there is nothing of; or let each be there in every micro-batch. "
-    "Those of a dict are added: divide each by how many there are in the window, counted in before_window=, where their "
-    "mean is meant",
+    "Return them by name, as a dict, and leave out what there is nothing of; or let each be there in every micro-batch"
+    ". Those of a dict are added: where their mean is meant, divide by how many before_window= counts in the window",
 )
 """What speaks against a loss that lacks terms in some micro-batches, which then are not told apart."""
 
