@@ -186,8 +186,11 @@ _NO_LOSS = ", because neither loss_fn nor training_step was given"
 _IF_NO_LOSS = "Pass loss_fn=(outputs, targets) -> loss, or a training_step."
 
 
-def call_on_batch(model: Any, batch: Any, *, why: str = _NO_LOSS, cure: str = _IF_NO_LOSS) -> Any:
-    """Call the model with a whole batch; say, when it cannot take one, why that was done and what cures it."""
+def call_on_batch(model: Any, batch: Any, *, why: str = _NO_LOSS, cure: str | None = None) -> Any:
+    """Call the model with a whole batch; say, when it cannot take one, why that was done and what cures it.
+
+    Left out, the cure is that of a run whose model has to return its loss.
+    """
     try:
         return call(model, batch)
     except TypeError as error:
@@ -197,14 +200,14 @@ def call_on_batch(model: Any, batch: Any, *, why: str = _NO_LOSS, cure: str = _I
         try:
             signature.bind(*positional, **keywords)
         except TypeError:
-            if keywords and cure == _IF_NO_LOSS:  # which loss_fn does not take apart
+            if cure is None and keywords:  # which loss_fn does not take apart
                 takes_any = any(each.kind is each.VAR_KEYWORD for each in signature.parameters.values())
                 extra = [repr(name) for name in keywords if not takes_any and name not in signature.parameters]
                 left_out = f"Leave {' and '.join(extra)} out of the data, or pass" if extra else "Pass"
                 cure = f"{left_out} training_step=(model, batch) -> loss."
             raise DataError(
                 f"data: the model was called with all of a batch, {mistakes.describe(batch)}{why}, and cannot take it "
-                f"({error}). {cure}"
+                f"({error}). {cure or _IF_NO_LOSS}"
             ) from None
         raise
 
