@@ -365,7 +365,8 @@ def _verified(run: Run) -> Answer:
     if failed:
         text += f" {_many(failed, 'measurement')} failed, the last in step {measured['step'][errors > allowed][-1]:,}."
     # Micro-batches that were measured by themselves, and found to be weighed wrongly, are told by their notices alone.
-    wrong = [cause for cause in run.events["Notice"]["cause"] if re.search(r"(gradient|micro-batches) .*(%|wrong\)) off\b", cause)]
+    is_wrong = re.compile(r"(gradient|micro-batches)\b.*(%|wrong\)) off\b").search
+    wrong = [cause for cause in run.events["Notice"]["cause"] if is_wrong(cause)]
     text += "" if failed or not wrong else f" But: {wrong[0]}."
     good = not (failed or wrong)
     return Answer(question=question, text=f"{'Yes' if good else 'Not always'}: {text}", good=good)
