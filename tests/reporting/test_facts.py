@@ -46,7 +46,9 @@ def answer(facts: Facts, question: str) -> tuple[str, bool | None]:
 def test_gradients_that_a_notice_tells_to_be_wrong_are_not_called_exact(of: Any) -> None:
     """Micro-batches that were measured by themselves are told by their notices alone."""
     others = [unmeasured_notice("it was too large"), part_of_state_notice(), doubt_notice("it divides by 1", "Do")]
-    others.append(Notice(cause="The loss of 6 samples is 3 % off where they are cut otherwise", consequence="", cure=""))
+    others.append(
+        Notice(cause="The loss of 6 samples is 3 % off where they are cut otherwise", consequence="", cure="")
+    )
     text, good = answer(of(started(), report(1), verified(1e-9), *others), "exact")
     assert (text.startswith("Yes: "), good) == (True, True)
     for told in (ones_notice, uncounted_notice, dropped_notice, lambda error: joined_notice(error, 8, None)):
