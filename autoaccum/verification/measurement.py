@@ -202,10 +202,10 @@ class Measurement:
         # In one piece a window's weight is 1, whatever its loss is a mean over.
         draws = self._draws
         assert draws is not None
-        before = remains_of(self.state.layers) if self.job.state == "window" else None
+        before = remains_of(self.state) if self.job.state == "window" else None
         gradient = self._run((tuple(range(self.num_samples)),), "samples", self.make, lambda _: draws)
         self.draws_foreign = self.draws_foreign or self.state.foreign_draws()
-        self._remains = None if before is None else (before, remains_of(self.state.layers))
+        self._remains = None if before is None else (before, remains_of(self.state))
         self.moved = self.state.moved()
         if self.moved and not self._forward_only and self.tolerance < TOLERANCE:
             self.tolerance = OF_STATE
@@ -291,7 +291,7 @@ class Measurement:
             for p in self.parameters:
                 p.grad = None
             if self._remains is not None and len(cut) > 1 and not self.leaves_part:
-                self.leaves_part = is_of_a_part(*self._remains, remains_of(self.state.layers))
+                self.leaves_part = is_of_a_part(*self._remains, remains_of(self.state))
             self._put_back()
             if not errors[-1].relative <= stop_above:
                 break

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import pickle
-from collections.abc import Container, Iterable, Sequence
+from collections.abc import Container, Iterable, Iterator, Sequence
 from copy import copy
 from functools import partial
+from typing import Any
 
 import torch
 from torch import nn
@@ -17,6 +18,10 @@ from autoaccum.memory.oom import insist
 from autoaccum.window.attributes import Attributes, is_expanded
 from autoaccum.window.surroundings import is_generator, surroundings_of
 
+Place = tuple[Any, ...]
+"""Where a value is: (what holds it, the number of that one, the name in it)."""
+_OF_MODULES = frozenset(vars(nn.Module()))
+"""Attributes that each module has."""
 _SMALL_BYTES = 2**24
 """Bytes of parameters that are copied whatever they are: a forward may write to any, and the copy takes 3 ms."""
 
@@ -111,6 +116,22 @@ class State:
                 value = tensor.detach().to("cpu", copy=True)
             copies.append(value)
         return copies
+
+    def places(self) -> Iterator[tuple[Place, object, Any]]:
+        """Yield (where it is, what holds it, the value that it has by now) of what forwards may have written to."""
+        for number, layer in enumerate(self.layers):
+            for name, value in (*layer._buffers.items(), *layer._parameters.items(), *vars(layer).items()):
+                if name not in _OF_MODULES:
+                    yield ("layer", number, name), layer, value
+        for number, thing in enumerate(self._held.objects):
+            for name, value in vars(thing).items():
+                yield ("object", number, name), thing, value
+        for number, container in enumerate(self._held.containers):
+            yield ("container", number, ""), container, container
+        for number, (cell, _) in enumerate(self._cells):
+            yield ("variable", number, ""), cell, cell.cell_contents
+        for number, (namespace, name, _) in enumerate(self._names):
+            yield ("global", number, name), namespace, namespace[name]
 
     def num_bytes(self) -> int:
         """Return the bytes of what is kept of values."""

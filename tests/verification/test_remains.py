@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import copy
 import warnings
+from collections import deque
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -14,6 +16,7 @@ from torch.nn import functional as F
 import autoaccum
 from autoaccum.events import Notice
 from autoaccum.verification.remains import is_of_a_part, remains_of
+from autoaccum.window.state import State
 from tests.devices import DEVICE, there
 from tests.verification.making import DOUBLE
 
@@ -84,16 +87,102 @@ def test_a_window_that_leaves_a_part_is_told() -> None:
     assert causes_of(Queue()) == ["A forward changes state that t"]
 
 
+class Keeping(nn.Module):
+    """An encoder whose loss reads what some samples before have left, wherever that is kept."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.encoder, self.kind = nn.Linear(6, 4, dtype=DOUBLE), kind
+        self.keys = torch.ones(16, 4, dtype=DOUBLE)
+        self.several: list[torch.Tensor] = []
+        self.last = deque([torch.ones(4, dtype=DOUBLE)] * 8, maxlen=8)
+        self.named = {"seen": 0}
+        self.seen, self.mean = 0, np.zeros(4)
+        self.baseline = 0.0
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        outputs = self.encoder(inputs)
+        kept = outputs.detach()
+        if self.kind == "a tensor":
+            read, self.keys = self.keys.mean(), torch.cat([self.keys.to(kept), kept])[-16:]
+        elif self.kind == "a list":
+            read = sum((one.mean() for one in self.several), kept.new_zeros(()))
+            self.several.append(kept)
+        elif self.kind == "a deque":
+            read = torch.stack([one.to(kept) for one in self.last]).mean()
+            self.last.extend(kept)
+        elif self.kind == "a dict":
+            read = kept.new_tensor(self.named["seen"] / 100)
+            self.named["seen"] += len(kept)
+        elif self.kind == "a number":
+            read, self.seen = kept.new_tensor(self.seen / 100), self.seen + len(kept)
+        elif self.kind == "an array":
+            read, self.mean = kept.new_tensor(self.mean.mean()), 0.9 * self.mean + 0.1 * kept.mean(0).cpu().numpy()
+        elif self.kind == "a count of calls":
+            read, self.seen = kept.new_tensor(self.seen / 100), self.seen + 1
+        else:  # of which the next one reads nothing
+            read, self.map = kept.new_zeros(()), kept
+        return (outputs - read).square().mean(1)
+
+
+@pytest.mark.device
+@pytest.mark.parametrize(
+    ("kind", "is_part"),
+    [
+        ("a tensor", True), ("a list", True), ("a deque", True), ("a dict", True), ("a number", True),
+        ("an array", True), ("a count of calls", False), ("a map of the batch", False),
+    ],
+)  # fmt: skip
+def test_wherever_samples_are_kept(kind: str, is_part: bool) -> None:
+    assert causes_of(Keeping(kind), state="window") == ["What forwards write to state d"] * is_part
+
+
+@pytest.mark.parametrize("is_global", [False, True])
+def test_what_a_function_keeps_in_a_variable(is_global: bool) -> None:
+    global _seen
+    _seen = seen = 0.0
+    inputs = torch.randn(24, 6, dtype=DOUBLE, generator=torch.Generator().manual_seed(1))
+
+    def in_closure(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
+        nonlocal seen
+        loss = (model(batch) - seen).square().mean()
+        seen = 0.5 * seen + 0.5 * float(loss.detach())
+        return loss
+
+    def in_global(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
+        global _seen
+        loss = (model(batch) - _seen).square().mean()
+        _seen = 0.5 * _seen + 0.5 * float(loss.detach())
+        return loss
+
+    torch.manual_seed(0)
+    model, step = nn.Linear(6, 1, dtype=DOUBLE), in_global if is_global else in_closure
+    report = autoaccum.check(model, inputs, training_step=step, state="window", device="cpu")
+    assert report.passed
+    assert report.notice is not None
+    assert report.notice.cause.startswith("What forwards write to state depends")
+    assert (seen, _seen) == (0.0, 0.0)
+
+
+_seen = 0.0
+"""A baseline in a global variable, as a script has it."""
+
+
 @pytest.mark.device
 def test_what_is_alike_but_for_rounding_is_no_part() -> None:
     model = there(Queue())
-    before = remains_of(model.modules())
+    state = State([model], [], torch.device(DEVICE), [])
+    before = remains_of(state)
     model.keys[0] += 1.0
-    whole = remains_of(model.modules())
+    whole = remains_of(state)
     assert not is_of_a_part(before, whole, whole)
     assert is_of_a_part(before, whole, before)
     model.keys[0] += 1e-9
-    assert not is_of_a_part(before, whole, remains_of(model.modules()))
+    assert not is_of_a_part(before, whole, remains_of(state))
     model.keys = model.keys[1:]  # of another shape: it holds what is as long as a batch
-    assert not is_of_a_part(before, whole, remains_of(model.modules()))
-    assert [name for _, name in remains_of(there(Normed()).modules())] == ["keys"]
+    assert not is_of_a_part(before, whole, remains_of(state))
+    of_norm = State([there(Normed())], [], torch.device(DEVICE), [])
+    names = [place[2] for place in remains_of(of_norm)]
+    assert "keys" in names
+    assert "running_mean" not in names
