@@ -90,6 +90,7 @@ class Examiner:
         self.is_checked = False
         """Whether a first window had a finite loss."""
         self._checked_in = 0  # which one that was
+        self._num_empty = 0  # windows in which nothing counts
         self._is_first = True  # until a window that was cut has been examined
         self._occasions = Occasions()
         self._rivals: frozenset[str] = frozenset()
@@ -243,6 +244,9 @@ class Examiner:
         if number >= self._transaction.signs.next_look and self._is_spoilt(gradient):
             self._transaction.drops_gradients = True
             return Examination(again=True)
+        if self._verify and not gradient.items:
+            with aside():
+                self._measure_empty(window, number, most, said)
         if gradient.conclusion is not None:
             if self._is_first:
                 trained = [p for p in self._parameters if p.requires_grad]
@@ -370,6 +374,18 @@ class Examiner:
             self._kinds.accept()
             return
         self._decide(verdict.decision, verdict, number, clock.now() - started, said)
+
+    def _measure_empty(self, window: Window, number: int, most: int, said: list[Event]) -> None:
+        """Measure a window in which nothing counts: of a loss that compares samples no part may have any by itself."""
+        self._num_empty += 1
+        # Of targets that are all ignored the whole has no gradient either, and so may all windows be for a while.
+        if self._occasions.status != "unmeasured" or self._num_empty & (self._num_empty - 1):
+            return
+        started = clock.now()
+        verdict = self._verdict(window, "items", most)
+        if verdict.decision is not None and not verdict.decision.passed:
+            told = replace(verdict, suspect=verdict.suspect or "coupling")  # for together they have one
+            self._decide(verdict.decision, told, number, clock.now() - started, said)
 
     def _verdict(
         self,

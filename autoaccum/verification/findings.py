@@ -13,8 +13,8 @@ Cut = tuple[Part, ...]
 """The parts that the whole is cut into."""
 FOREIGN = "it draws from Python's or NumPy's generator, other numbers in each part"
 """Why nothing can be measured of what no row of a draw can be given to."""
-Cause = Literal["padding", "batch norm", "state", "hooks", "pairing", "broadcast", "places", "mixing"]
-"""What may be to blame where a measurement fails; all but the last three can be switched off."""
+Cause = Literal["padding", "batch norm", "state", "hooks", "pairing", "broadcast", "places", "coupling", "mixing"]
+"""What may be to blame where a measurement fails; all but the last four can be switched off."""
 
 
 class ZeroGradientError(Exception):

@@ -314,11 +314,12 @@ _CAUSES: dict[Cause, Notice] = {
     ),
     "places": Notice(
         cause="What a sample adds to the loss depends on its place among the others, as where each is mixed with "
-        "that of a flip or a roll of the batch (MixUp)",
+        "that of a flip or a roll of the batch (MixUp), or compared with that beside it",
         consequence="They meet those of their micro-batch only, instead of all in the window",
-        cure="Mix samples in before_window=, which is given all of the window; or pass micro_batch= the whole window "
-        "if it fits",
+        cure="Mix samples in before_window=, which is given all of the window; compare them in loss_scope='window' "
+        "with embed= and loss_fn=; or pass micro_batch= the whole window if it fits",
     ),
+    "coupling": coupling_notice(),
     "mixing": Notice(
         cause="The collate_fn mixes the samples of a batch, as MixUp and CutMix do",
         consequence="It is given a micro-batch instead of the window, so that samples are mixed with others than in "

@@ -147,6 +147,7 @@ class _Shapes(TorchFunctionMode):
         # Whoever means it writes both dims, as x[:, None] - x[None, :]. A product of matrices makes no square of them.
         if shapes == {(self._num_samples, 1), (self._num_samples,)}:
             makes_square = isinstance(result, torch.Tensor) and result.shape in ((), (self._num_samples,) * 2)
+            makes_square = makes_square and result.dtype != torch.bool  # labels[:, None] == labels means all pairs
             self.are_broadcast = self.are_broadcast or makes_square
         return result
 

@@ -12,9 +12,11 @@ from autoaccum.events import Notice
 def nothing_counts(step: int) -> Notice:
     """Say that a window has no item to learn from."""
     return Notice(
-        cause=f"Nothing in window {step} counts: every target is ignored, or num_items is 0",
+        cause=f"Nothing in window {step} counts: every target is ignored, num_items is 0, or no micro-batch has a "
+        "loss by itself, as where samples are compared and there is one",
         consequence="Such windows take no step, and their loss is nan",
-        cure="Look at the targets if there should be some",
+        cure="Look at the targets if there should be some; of samples that are compared, compute the loss of the whole "
+        "window",
     )
 
 

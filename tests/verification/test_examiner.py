@@ -403,6 +403,42 @@ def losses(*factors: float) -> Any:
     return lambda model, batch: plain(model, batch) * left.pop(0)
 
 
+def comparing(model: Any, batch: Any) -> torch.Tensor:
+    """A loss of pairs of one class, of which a sample by itself has none."""
+    outputs = model(batch[0])
+    is_pair = (batch[1][:, None] == batch[1]) & ~torch.eye(len(outputs), dtype=torch.bool, device=outputs.device)
+    return (torch.cdist(outputs, outputs).square() * is_pair).sum() / is_pair.sum().clamp(min=1)
+
+
+class TestNothingCounts:
+    @staticmethod
+    def causes(step: Any, targets: torch.Tensor, **options: Any) -> list[str]:
+        model = mlp(DOUBLE).to(DEVICE)
+        data = classes(24, DOUBLE)[0], targets
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", AutoaccumWarning)
+            result = autoaccum.fit(
+                model, data, effective_batch=12, device=DEVICE, training_step=step, progress=False, cache=False,
+                shuffle=False, **options,
+            )  # fmt: skip
+        return [event.cause[:30] for event in result.events if isinstance(event, Notice)]
+
+    def test_where_samples_together_have_a_loss_it_is_said(self) -> None:
+        targets = classes(24)[1]
+        found = self.causes(comparing, targets, micro_batch=1)
+        assert found == ["The loss lets the samples of a", "Nothing in window 1 counts: ev"]
+        with pytest.raises(NotExactError, match="The loss lets the samples of a batch meet"):
+            self.causes(comparing, targets, micro_batch=1, strict=True)
+
+    def test_where_they_have_none_either_it_is_not(self) -> None:
+        def counting(model: Any, batch: Any) -> torch.Tensor:
+            return cross_entropy(model(batch[0]), batch[1])
+
+        targets = classes(24)[1]
+        targets[:12] = -100
+        assert self.causes(counting, targets, micro_batch=3, strict=True) == ["Nothing in window 1 counts: ev"]
+
+
 class TestFirstLoss:
     def test_it_is_finite(self) -> None:
         made = Examined(losses(math.inf), verify=False)

@@ -176,6 +176,32 @@ def test_places_do_not_matter_where_samples_meet_as_a_set() -> None:
     assert suspected(contrastive) is None
 
 
+@pytest.mark.parametrize(
+    ("compared", "found"),
+    [
+        (lambda labels: labels[:, None] == labels, None),
+        (lambda labels: (labels[:, None] - labels).abs(), "broadcast"),
+    ],
+)
+def test_labels_that_are_compared_with_each_other_are_no_mistake(compared: Any, found: str | None) -> None:
+    def loss(model: Any, batch: Any) -> torch.Tensor:
+        outputs = model(batch[0])
+        return ((outputs @ outputs.T) * compared(batch[1])).mean()
+
+    assert suspected(loss) == found
+
+
+def test_a_count_of_calls_is_no_place() -> None:
+    class Calls:
+        num = 0
+
+    def counting(model: Any, batch: Any) -> torch.Tensor:
+        Calls.num += 1  # of a class, which nobody puts back
+        return plain(model, batch) * Calls.num
+
+    assert suspected(counting) is None
+
+
 def test_two_that_are_to_blame_together() -> None:
     def both() -> nn.Module:
         model = normalised()
