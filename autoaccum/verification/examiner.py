@@ -244,9 +244,8 @@ class Examiner:
         if number >= self._transaction.signs.next_look and self._is_spoilt(gradient):
             self._transaction.drops_gradients = True
             return Examination(again=True)
-        if self._verify and not gradient.items:
-            with aside():
-                self._measure_empty(window, number, most, said)
+        if self._verify and not gradient.items and self._is_due_empty():
+            self._measure_empty(window, number, most, said, aside)
         if gradient.conclusion is not None:
             if self._is_first:
                 trained = [p for p in self._parameters if p.requires_grad]
@@ -375,14 +374,24 @@ class Examiner:
             return
         self._decide(verdict.decision, verdict, number, clock.now() - started, said)
 
-    def _measure_empty(self, window: Window, number: int, most: int, said: list[Event]) -> None:
-        """Measure a window in which nothing counts: of a loss that compares samples no part may have any by itself."""
-        self._num_empty += 1
+    def _is_due_empty(self) -> bool:
+        """Return whether a window in which nothing counts is measured: the first, the second, the fourth and so on."""
         # Of targets that are all ignored the whole has no gradient either, and so may all windows be for a while.
-        if self._occasions.status != "unmeasured" or self._num_empty & (self._num_empty - 1):
-            return
+        self._num_empty += 1
+        return self._occasions.status == "unmeasured" and not self._num_empty & (self._num_empty - 1)
+
+    def _measure_empty(
+        self,
+        window: Window,
+        number: int,
+        most: int,
+        said: list[Event],
+        aside: Callable[[], AbstractContextManager[None]],
+    ) -> None:
+        """Measure a window in which nothing counts: of a loss that compares samples no part may have any by itself."""
         started = clock.now()
-        verdict = self._verdict(window, "items", most)
+        with aside():
+            verdict = self._verdict(window, "items", most)
         if verdict.decision is not None and not verdict.decision.passed:
             told = replace(verdict, suspect=verdict.suspect or "coupling")  # for together they have one
             self._decide(verdict.decision, told, number, clock.now() - started, said)
