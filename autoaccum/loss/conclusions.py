@@ -41,8 +41,8 @@ _OF_ROOTS = {
 
 DIFFERING: Doubt = (
     "its terms are not the same ones in each micro-batch",
-    "Return them by name, as a dict, and leave out what there is nothing of; or let each be there in every micro-batch"
-    ". Those of a dict are added: where their mean is meant, divide by how many before_window= counts in the window",
+    "Return them by name, as a dict, and leave out what there is nothing of, or let it be outputs.sum() * 0, as one of "
+    "them in any case. Those of a dict are added: where their mean is meant, divide by how many before_window= counts",
 )
 """What speaks against a loss that lacks terms in some micro-batches, which then are not told apart."""
 

@@ -14,6 +14,9 @@ _NO_NUMBER = (
     "No gradient comes from a number: return the loss as the tensor that it is, without .item(), float() or .numpy(). "
     "A sum over none of several losses is a number as well, sum([]) == 0: begin it with outputs.sum() * 0."
 )
+_NOTHING = (
+    'Where there is nothing of any of them, return one of 0 that depends on the model: {"name": outputs.sum() * 0}.'
+)
 _COMPLEX = "Return a real number of it, for example with .abs() or .real."
 _SHOWN = 12
 """Name so many entries of a dict at most."""
@@ -36,6 +39,8 @@ def wrong(source: str, returned: Any) -> NonScalarLossError:
         return NonScalarLossError(source, found, "Return its loss: return outputs.loss.")
     if isinstance(returned, Mapping | list | tuple) and returned:
         return among_others(source, returned)
+    if isinstance(returned, Mapping | list | tuple):
+        return NonScalarLossError(source, f"no loss, in an empty {_kind(returned)}", _NOTHING)
     return NonScalarLossError(source, found, "Return the loss, as a tensor.")
 
 

@@ -457,7 +457,11 @@ def _run(measurement: Measurement, cuts: Sequence[Cut], hypothesis: Hypothesis, 
     """Measure one hypothesis in every cut: under the draws of the whole, or under constants where these do not fit."""
     try:
         return measurement.run(cuts, hypothesis, ones_are_none=ones_are_none)
-    except UnalignedError:
+    except Exception as error:
+        # An index that is drawn for one of all samples is none of a part, which the user's code may say.
+        if is_out_of_memory(error) or isinstance(error, ZeroGradientError) or not measurement.draws_anything:
+            raise
+        measurement.state.restore()
         measurement.with_constants()
         return measurement.run(cuts, hypothesis, ones_are_none=ones_are_none)
 

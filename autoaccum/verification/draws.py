@@ -161,6 +161,7 @@ class Replaying(Draws):  # type: ignore[no-untyped-call]
         """
         super().__init__(keeps_wide=keeps_wide)
         self._recorded = recorded
+        self._is_shared = False
         self._draws = iter(recorded.draws)
         self._generators = recorded.generators
         self._rows = torch.tensor(rows, device="cpu")
@@ -188,6 +189,13 @@ class Replaying(Draws):  # type: ignore[no-untyped-call]
             return returned.copy_(args[0] * args[1])
         return returned.copy_(self._rows_of(drawn, returned))
 
+    def __exit__(self, *raised: Any) -> None:
+        """Tell the recording what was drawn once, for all samples together."""
+        super().__exit__(*raised)  # type: ignore[no-untyped-call]
+        # A run draws it for each micro-batch by itself, which no comparison under the same draw shows. Of what is drawn
+        # for one sample after the other a part draws less.
+        self._recorded.is_shared |= self._is_shared and next(self._draws, None) is None
+
     def _rows_of(self, drawn: torch.Tensor, wanted: torch.Tensor) -> torch.Tensor:
         """Return the part's rows of what was drawn for the whole, in the part's shape.
 
@@ -198,8 +206,7 @@ class Replaying(Draws):  # type: ignore[no-untyped-call]
         if drawn.ndim != wanted.ndim or (drawn.dtype == torch.int64 and _is_order(drawn) and len(drawn) != len(wanted)):
             raise UnalignedError("a part")
         differing = [dim for dim, size in enumerate(wanted.shape) if drawn.shape[dim] != size]
-        # A run draws it for each micro-batch by itself, which no comparison under the same draw shows.
-        self._recorded.is_shared = self._recorded.is_shared or (not differing and len(self._rows) < self._num_samples)
+        self._is_shared = self._is_shared or (not differing and len(self._rows) < self._num_samples)
         own = self._dims_of_samples(drawn, wanted)
         for dim in differing:
             have, size = drawn.shape[dim], wanted.shape[dim]

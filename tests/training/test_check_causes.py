@@ -132,16 +132,28 @@ class TestWhatIsNamed:
         assert report.passed
         assert cause(report).startswith("What forwards write to state depends on their samples")
 
-    @pytest.mark.parametrize("is_drawn_once", [True, False])
-    def test_what_is_drawn_once_for_a_batch(self, is_drawn_once: bool) -> None:
+    def test_samples_that_are_drawn_by_their_places(self) -> None:
+        def bootstrap(model: nn.Module, batch: Any) -> torch.Tensor:
+            drawn = torch.randint(len(batch[0]), (len(batch[0]),))
+            return cross_entropy(model(batch[0][drawn]), batch[1][drawn])
+
+        report = check(linear(), training_step=bootstrap)
+        assert report.passed is False
+        assert report.notice is not None
+
+    @pytest.mark.parametrize("kind", ["once", "each", "one by one"])
+    def test_what_is_drawn_once_for_a_batch(self, kind: str) -> None:
         def step(model: nn.Module, batch: Any) -> torch.Tensor:
             inputs, targets = batch
-            scale = torch.rand((1,) if is_drawn_once else (len(inputs), 1), dtype=DOUBLE)
+            if kind == "one by one":  # of which a part is given the first ones, whichever its samples are
+                scale = torch.stack([torch.rand(1, dtype=DOUBLE).ceil() for _ in inputs])
+            else:
+                scale = torch.rand((1,) if kind == "once" else (len(inputs), 1), dtype=DOUBLE)
             return cross_entropy(model(inputs * scale), targets)
 
         report = check(linear(), training_step=step)
         assert report.passed
-        if is_drawn_once:
+        if kind == "once":
             assert cause(report).startswith("The forward draws something once for all samples of a batch")
         else:
             assert report.notice is None
