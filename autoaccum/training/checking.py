@@ -40,7 +40,6 @@ from autoaccum.training.traces import no_trace
 from autoaccum.verification import notices
 from autoaccum.verification.comparison import tolerance_of
 from autoaccum.verification.decision import in_order
-from autoaccum.verification.draws import UnalignedError
 from autoaccum.verification.findings import FOREIGN, Cut, Decision, Outcome, Verdict, ZeroGradientError
 from autoaccum.verification.measurement import Measurement
 from autoaccum.verification.samples import MOST, choose, cuts_of

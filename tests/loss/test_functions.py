@@ -172,7 +172,7 @@ class TestRefuses:
             (1.5, "a value of type float"),
             (None, "nothing"),
             ((torch.zeros(()), torch.zeros(3)), r"a tuple of 2 whose '1' is a tensor of shape \(3,\)"),
-            ([], "a list of 0"),
+            ([], "no loss, in an empty list"),
         ],
     )
     def test_losses_that_are_no_scalar_tensor(self, loss: Any, found: str) -> None:
