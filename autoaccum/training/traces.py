@@ -11,7 +11,7 @@ from torch.nn.parameter import is_lazy
 
 from autoaccum.window.attributes import Attributes
 from autoaccum.window.snapshot import Snapshot
-from autoaccum.window.state import State
+from autoaccum.window.state import SMALL_BYTES, State
 
 
 @contextmanager
@@ -24,7 +24,8 @@ def no_trace(
 ) -> Iterator[None]:
     """Undo, at its end, whatever forwards, backwards and ``allocate_state`` have done within it.
 
-    Within it nothing has a gradient; those that were there are put back. Values of parameters are not remembered.
+    Within it nothing has a gradient; those that were there are put back. Values of parameters are remembered of frozen
+    ones, where these are small.
 
     Args:
         modules: those that take part.
@@ -34,8 +35,11 @@ def no_trace(
         functions: of the user's, which may count, keep or draw by what they hold.
     """
     everything = {id(m): m for module in modules for m in module.modules()}.values()
+    # A forward may write to frozen ones, as to a teacher; what is large is a backbone, mostly, and has no copy.
+    frozen = [p for m in everything for p in m.parameters(recurse=False) if not p.requires_grad and not is_lazy(p)]
+    written = frozen if sum(p.nbytes for p in frozen) <= SMALL_BYTES else []
     # Before anything moves. Of layers that these hold too, what is below knows more.
-    outside = State((), functions, device, (), without=set(everything))
+    outside = State((), functions, device, (), written, without=set(everything))
     snapshot = Snapshot(modules, device)
     snapshot.take()
     # Parameters of the modules, and those that only the optimizer holds: gradients of both are taken away.

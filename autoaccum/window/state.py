@@ -22,7 +22,7 @@ Place = tuple[Any, ...]
 """Where a value is: (what holds it, the number of that one, the name in it)."""
 _OF_MODULES = frozenset(vars(nn.Module()))
 """Attributes that each module has."""
-_SMALL_BYTES = 2**24
+SMALL_BYTES = 2**24
 """Bytes of parameters that are copied whatever they are: a forward may write to any, and the copy takes 3 ms."""
 
 
@@ -74,12 +74,13 @@ class State:
         self._names = [(namespace, name, namespace[name]) for namespace, name in held.names]
         self._parameters = parameters
         trained = {id(p) for p in parameters if p.requires_grad}
-        # Of what functions hold, what is large is the data.
-        small = [tensor for tensor in held.tensors if tensor.nbytes <= _LARGEST_BYTES]
+        # Of what functions and their objects hold, what is large is the data.
+        large = {id(tensor) for tensor in held.tensors if tensor.nbytes > _LARGEST_BYTES}
+        small = [tensor for tensor in (*held.tensors, *self._attributes.tensors()) if id(tensor) not in large]
         # The attributes of modules hold their buffers, and their parameters too, which are chosen below.
         # Those of a scripted module are no attributes.
         buffers = [buffer for layer in self.layers for buffer in layer.buffers(recurse=False)]
-        others = [t for t in (*small, *self._attributes.tensors(), *buffers) if not isinstance(t, nn.Parameter)]
+        others = [t for t in (*small, *buffers) if not isinstance(t, nn.Parameter)]
         self._moving = _distinct([*others, *self._to_copy(written, trained)])
         own = [value for layer in self.layers for value in vars(layer).values() if is_generator(value)]
         generators = {id(generator): generator for generator in (*held.generators, *own)}.values()
@@ -99,10 +100,10 @@ class State:
         own = [p for p in self._parameters if p.requires_grad and not is_lazy(p)]
         bytes_of_own = sum(p.nbytes for p in own)
         kept = list(written)
-        if bytes_of_own <= _SMALL_BYTES:
+        if bytes_of_own <= SMALL_BYTES:
             kept.extend(own)
         # Frozen ones may be a momentum encoder, as large as the model; or a backbone that is much larger, and still.
-        if bytes_of_frozen <= max(_SMALL_BYTES, 2 * bytes_of_own):
+        if bytes_of_frozen <= max(SMALL_BYTES, 2 * bytes_of_own):
             kept.extend(frozen)
         return kept
 

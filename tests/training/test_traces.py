@@ -8,6 +8,8 @@ from torch import nn
 from autoaccum.training.traces import no_trace
 
 CPU = torch.device("cpu")
+_calls = 0
+"""How often a step was called, in a global variable as a script has it."""
 
 
 def test_everything_is_as_it_was() -> None:
@@ -47,5 +49,9 @@ def test_what_functions_count_and_keep_is_as_it_was() -> None:
     assert held.weight.grad is None
 
 
-_calls = 0
-"""How often ``step`` above was called, in a global variable as a script has it."""
+def test_frozen_parameters_that_a_forward_writes_to_are_as_they_were() -> None:
+    model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3).requires_grad_(requires_grad=False))
+    before = model[1].weight.clone()
+    with no_trace([model], None, CPU):
+        model[1].weight.data.lerp_(model[0].weight.data, 0.5)
+    assert torch.equal(model[1].weight, before)

@@ -302,5 +302,5 @@ def test_a_run_that_is_measured_ends_as_one_that_is_not(name: str) -> None:
 
 def test_a_momentum_encoder_of_a_large_model_leaves_none(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of what is large only what may move is copied: parameters that are frozen, and no larger than twice the others."""
-    monkeypatch.setattr("autoaccum.window.state._SMALL_BYTES", 8)
+    monkeypatch.setattr("autoaccum.window.state.SMALL_BYTES", 8)
     test_a_run_that_is_measured_ends_as_one_that_is_not("a momentum encoder")

@@ -129,7 +129,7 @@ def test_draws_of_foreign_generators_are_noticed(draw: Callable[[], Any], is_for
 
 @pytest.mark.device
 def test_of_a_large_model_what_was_written_to_is_kept_and_the_rest_is_not(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("autoaccum.window.state._SMALL_BYTES", 8)
+    monkeypatch.setattr("autoaccum.window.state.SMALL_BYTES", 8)
     model = nn.Linear(4, 4)
     frozen = nn.Sequential(model, nn.Linear(16, 16).requires_grad_(False))
     encoder = nn.Sequential(model, nn.Linear(4, 4).requires_grad_(False))
@@ -303,3 +303,21 @@ def test_what_another_one_remembers_is_not_copied_again() -> None:
     assert model[0].running_mean.tolist() == [1, 1]  # type: ignore[operator,union-attr]
     first.restore()
     assert model[0].running_mean.tolist() == [0, 0]  # type: ignore[operator,union-attr]
+
+
+def test_what_is_large_is_the_data_where_functions_hold_it_and_state_where_modules_do(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("autoaccum.window.state._LARGEST_BYTES", 64)
+
+    class Held:
+        def __init__(self) -> None:
+            self.data, self.mean = torch.zeros(100), torch.zeros(2)
+
+    held, model = Held(), nn.Linear(1, 1)
+    model.cache = [torch.zeros(100)]
+    state = State([model], [lambda: held], torch.device("cpu"), [])
+    for tensor in (held.data, held.mean, model.cache[0]):
+        tensor.add_(1)
+    state.restore()
+    assert [float(tensor[0]) for tensor in (held.data, held.mean, model.cache[0])] == [1, 0, 0]
