@@ -258,7 +258,7 @@ class LossSideEffectError(LossError):
     def __init__(self, source: str, did: str = "changed the .grad of parameters") -> None:
         super().__init__(
             f"{source} {did}: it must only compute and return the loss. Leave backward(), "
-            f"zero_grad() and step() out of it and return the loss: autoaccum calls them for you."
+            f"zero_grad(), step() and clipping (pass clip_norm=) out of it: autoaccum calls them for you."
         )
 
 

@@ -119,7 +119,7 @@ def open_data(arguments: FitArguments, place: Place, split: Any = None) -> Sourc
         ArgumentError: it can be read only once, and is to be read more often; or shuffle=False is not what it does.
     """
     if not arguments.shuffle and isinstance(arguments.data, DataLoader) and shuffles(arguments.data):
-        cure = "The DataLoader says so itself: make it with shuffle=False."
+        cure = "The DataLoader says so itself: make it with shuffle=False, and without a sampler that draws."
         raise ConflictingArgumentsError("shuffle", False, "data=DataLoader(..., shuffle=True)", cure)
     # Samples wait for their window in host memory, wherever that is computed.
     on_cpu = place.device.type == "cpu"

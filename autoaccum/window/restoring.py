@@ -269,7 +269,6 @@ def check_module(module: nn.Module, weights: Any, buffers: Any, names: tuple[str
     for value, entry in ((weights, of_weights), (buffers, of_buffers)):
         if not isinstance(value, dict):
             refuse(entry, f"is {shown(value)}, not a dict")
-    check_like(getattr(weights, "_metadata", None), getattr(named, "_metadata", None), f"{of_weights}._metadata")
     for key, (layer, name) in places.items():
         is_left_out = name in layer._non_persistent_buffers_set
         saved, entry = (buffers, of_buffers) if is_left_out else (weights, of_weights)
@@ -298,6 +297,8 @@ def check_module(module: nn.Module, weights: Any, buffers: Any, names: tuple[str
             _check_buffer(value, None, layer_of_new[0], below(of_buffers, key))
         elif places[key][1] not in places[key][0]._non_persistent_buffers_set:
             refuse(below(of_buffers, key), "is among the weights of the model")
+    # The versions of layers, after the tensors, by which people know their model.
+    check_like(getattr(weights, "_metadata", None), getattr(named, "_metadata", None), f"{of_weights}._metadata")
 
 
 def _check_buffer(value: Any, there: torch.Tensor | None, layer: nn.Module, entry: str) -> None:

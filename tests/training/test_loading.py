@@ -155,6 +155,9 @@ class TestRefused:
         with pytest.raises(ArgumentError, match=r"^model='Sequential': .*: in .*, weights.* not .5, 8.\.$"):
             autoaccum.load_best(tmp_path, other)
         assert equal(other, before)
+        deeper = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 3), nn.Linear(3, 3))
+        with pytest.raises(ArgumentError, match=r"weights.*3\.(weight|bias).* is missing\.$"):
+            autoaccum.load_best(tmp_path, deeper)
 
     def test_a_class_is_called(self, tmp_path: Path) -> None:
         class Net(nn.Linear):
