@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections import deque
 from collections.abc import Iterator, Mapping
 from itertools import islice
@@ -43,12 +44,13 @@ def _numbers(place: Place, value: Any, depth: int = 0) -> Iterator[tuple[Place, 
     """Yield the numbers that a value is, or holds, with their places."""
     if isinstance(value, torch.Tensor):
         # What has a graph was computed to be differentiated, and a parameter that is trained is no state.
-        if not value.requires_grad and value.nbytes <= _LARGEST_BYTES and value.layout is torch.strided:
+        is_plain = value.layout is torch.strided and not (value.is_meta or value.is_quantized)
+        if not value.requires_grad and value.nbytes <= _LARGEST_BYTES and is_plain:
             yield place, value.detach().to("cpu", copy=True)
     elif isinstance(value, np.ndarray | np.generic):
         if value.dtype.kind in "biufc" and value.nbytes <= _LARGEST_BYTES:
-            yield place, torch.tensor(value)
-    elif isinstance(value, bool | int | float):
+            yield place, torch.tensor(np.array(value, complex if value.dtype.kind == "c" else float))
+    elif isinstance(value, bool | int | float) and abs(value) < sys.float_info.max:
         yield place, torch.tensor(float(value), dtype=torch.float64)
     elif isinstance(value, dict | list | tuple | set | deque) and depth < _DEEPEST:
         yield (*place, len), torch.tensor(float(len(value)))

@@ -138,6 +138,19 @@ def test_wherever_samples_are_kept(kind: str, is_part: bool) -> None:
     assert causes_of(Keeping(kind), state="window") == ["What forwards write to state d"] * is_part
 
 
+def test_values_of_any_kind() -> None:
+    model = nn.Linear(1, 1)
+    model.held = {  # type: ignore[assignment]
+        "reversed": np.arange(3)[::-1], "wide": np.longdouble(2), "text": np.array(["a"]), "huge": 10**400,
+        "meta": torch.zeros(2, device="meta"), "nan": float("nan"), "none": None, "set": {1, 2}, "self": [],
+    }  # fmt: skip
+    model.held["self"].append(model.held)
+    found = remains_of(State([model], [], torch.device("cpu"), []))
+    values = {place[3]: value.tolist() for place, value in found.items() if place[2:3] == ("held",) and len(place) == 4}
+    assert values == {"reversed": [2, 1, 0], "wide": 2.0, len: 9.0}
+    assert not is_of_a_part(found, found, found)
+
+
 @pytest.mark.parametrize("is_global", [False, True])
 def test_what_a_function_keeps_in_a_variable(is_global: bool) -> None:
     global _seen
