@@ -202,7 +202,7 @@ def _plain_order(num_samples: int, seed: int, shuffle: bool, argument: str) -> O
 
 def shuffles(loader: DataLoader[Any]) -> bool:
     """Return whether a DataLoader was made with ``shuffle=True``, or draws as one that was."""
-    return isinstance(_sampler(loader), RandomSampler)
+    return type(_sampler(loader)) is RandomSampler  # a subclass may yield any order
 
 
 def _loader_order(loader: DataLoader[Any], seed: int, argument: str) -> Order | None:

@@ -118,8 +118,8 @@ class Recording(Draws):  # type: ignore[no-untyped-call]
         """The generators that were passed, so that another one is told from them."""
         self.has_rows = True
         """Whether each sample has its own part in all that was drawn."""
-        self.is_shared = False
-        """Whether parts were given something that was drawn once, for all samples together."""
+        self.shared: list[bool] = []
+        """Of each part that was run, whether it was given something that was drawn once, for all samples together."""
         self.has_fused = False
         """Whether a fused attention drew, which shows nothing of it."""
 
@@ -194,7 +194,8 @@ class Replaying(Draws):  # type: ignore[no-untyped-call]
         super().__exit__(*raised)  # type: ignore[no-untyped-call]
         # A run draws it for each micro-batch by itself, which no comparison under the same draw shows. Of what is drawn
         # for one sample after the other a part draws less.
-        self._recorded.is_shared |= self._is_shared and next(self._draws, None) is None
+        if len(self._rows) < self._num_samples:
+            self._recorded.shared.append(self._is_shared and next(self._draws, None) is None)
 
     def _rows_of(self, drawn: torch.Tensor, wanted: torch.Tensor) -> torch.Tensor:
         """Return the part's rows of what was drawn for the whole, in the part's shape.

@@ -20,8 +20,9 @@ from autoaccum.loss.conclusions import finite
 from autoaccum.loss.counting import count_items
 from autoaccum.loss.graph import graph_alone
 from autoaccum.loss.hypotheses import Hypothesis, kinds_in
-from autoaccum.loss.reductions import is_one, read, without_graph
+from autoaccum.loss.reductions import read, without_graph
 from autoaccum.loss.terms import NONE, Reduction
+from autoaccum.memory.oom import is_out_of_memory
 from autoaccum.planning.attempts import Piece
 from autoaccum.verification.comparison import (
     OF_STATE,
@@ -29,6 +30,7 @@ from autoaccum.verification.comparison import (
     Error,
     any_of,
     error_of,
+    is_another,
     loss_tolerance_of,
     names_of,
     tolerance_of,
@@ -56,6 +58,10 @@ _MOST_RUNS = 6
 
 def _starts(parts: Sequence[Part]) -> list[int]:
     return [sum(map(len, parts[:index])) for index in range(len(parts))]
+
+
+def _forget(saved: Any) -> Any:
+    """Return nothing in place of what a forward saves for its backward."""
 
 
 class _ForwardOnly(Transaction):
@@ -107,6 +113,7 @@ class Measurement:
         self.leaves_part = False
         """Whether the state that a window leaves is that of its last part, where it moves once a window."""
         self._remains: tuple[Remains, Remains] | None = None  # what the whole has found, and what it has left
+        self._next = math.nan  # the loss that all samples have then
         self.dropped: set[int] = set()
         """Samples that were found to have nothing to count, by a loss that is not a number."""
         self.kept: set[str] = set()
@@ -129,7 +136,6 @@ class Measurement:
         self._forward_only, self._tells = forward_only, tells
         # Not compiled, and not in 16 bits: there right and wrong cannot be told apart.
         self.job = replace(job, model=getattr(job.model, "_orig_mod", job.model), precision="fp32")
-        self.names: list[str] = []
 
     def __enter__(self) -> Measurement:
         """Lay the state of the run aside."""
@@ -202,11 +208,12 @@ class Measurement:
         # In one piece a window's weight is 1, whatever its loss is a mean over.
         draws = self._draws
         assert draws is not None
-        before = remains_of(self.state) if self.job.state == "window" else None
+        before = remains_of(self.state.layers) if self.job.state == "window" else None
         gradient = self._run((tuple(range(self.num_samples)),), "samples", self.make, lambda _: draws)
         self.draws_foreign = self.draws_foreign or self.state.foreign_draws()
-        self._remains = None if before is None else (before, remains_of(self.state))
         self.moved = self.state.moved()
+        if before is not None:
+            self._remains, self._next = (before, remains_of(self.state.layers)), self._next_loss()
         if self.moved and not self._forward_only and self.tolerance < TOLERANCE:
             self.tolerance = OF_STATE
         self._loss = gradient.loss.detach()
@@ -243,7 +250,7 @@ class Measurement:
     @property
     def draws_once(self) -> bool:
         """Return whether parts were given what was drawn once for all samples, which each would draw by itself."""
-        return isinstance(self._draws, Recording) and self._draws.is_shared
+        return isinstance(self._draws, Recording) and bool(self._draws.shared) and all(self._draws.shared)
 
     @property
     def draws_orders(self) -> bool:
@@ -291,7 +298,9 @@ class Measurement:
             for p in self.parameters:
                 p.grad = None
             if self._remains is not None and len(cut) > 1 and not self.leaves_part:
-                self.leaves_part = is_of_a_part(*self._remains, remains_of(self.state))
+                self.leaves_part = is_of_a_part(*self._remains, remains_of(self.state.layers)) or is_another(
+                    self._next, self._next_loss(), self.parameters
+                )
             self._put_back()
             if not errors[-1].relative <= stop_above:
                 break
@@ -323,7 +332,7 @@ class Measurement:
             UnalignedError: the draws of a part are not found among those of the whole.
         """
         whole, loss = tuple(range(self.num_samples)), self._joined_loss(has_constants)
-        apart = [self._loss_of(part, self._replaying(part)) for part in (whole[:first], whole[first:])]
+        apart = [self.loss_of(part, self._replaying(part)) for part in (whole[:first], whole[first:])]
         shares = (1.0, 1.0) if is_sum else tuple(weight / sum(weights) for weight in weights)
         off = abs(sum(share * one for share, one in zip(shares, apart, strict=True)) - loss)
         return off / max(abs(loss), *map(abs, apart), 1e-12)
@@ -349,7 +358,7 @@ class Measurement:
             self._draws = Constants(keeps_wide=not self.is_rounded)
         else:
             self._draws = Recording(self.job.device, keeps_wide=not self.is_rounded, held=self.state.generators())
-        return self._loss_of(tuple(range(self.num_samples)), self._draws, reads=reads)
+        return self.loss_of(tuple(range(self.num_samples)), self._draws, reads=reads)
 
     def floor(self) -> float:
         """Return how far gradients of these samples may be apart that are both right."""
@@ -357,7 +366,7 @@ class Measurement:
         # order shows. But where samples meet it is another loss, unlike that of numbers whose last bits differ.
         backwards = tuple(reversed(range(self.num_samples)))
         turned = self.run([(backwards,)], "samples").error
-        with self._nudged():
+        with self.nudged():
             nudged = self.run([(tuple(range(self.num_samples)),)], "samples").error
         floor = 10 * min(turned, _MOST_BITS * nudged)
         if self.tolerance < TOLERANCE:
@@ -380,27 +389,29 @@ class Measurement:
     def rounding(self) -> float:
         """Return how far the loss of all samples may be off for rounding alone, as a fraction of it."""
         whole = tuple(range(self.num_samples))
-        loss, turned = (self._loss_of(part, self._replaying(part)) for part in (whole, whole[::-1]))
-        with self._nudged():
-            nudged = self._loss_of(whole, self._replaying(whole))
+        loss, turned = (self.loss_of(part, self._replaying(part)) for part in (whole, whole[::-1]))
+        with self.nudged():
+            nudged = self.loss_of(whole, self._replaying(whole))
         return min(abs(loss - turned), _MOST_BITS * abs(loss - nudged)) / max(abs(loss), 1e-12)
 
-    def loss_depends_on(self, order: Part) -> bool:
-        """Return whether all samples in another order have another loss, where constants stand for what is drawn."""
-        draws = Constants(keeps_wide=not self.is_rounded)
-        whole = tuple(sorted(order))
-        loss, ordered, again = (self._loss_of(part, draws) for part in (whole, order, whole))
-        # What counts its calls where nothing puts it back has another loss each time.
-        return again == loss and abs(loss - ordered) > 10 * loss_tolerance_of(self.parameters) * abs(loss)
+    def _next_loss(self) -> float:
+        """Return the loss of all samples in the state that a window has left; NaN where it has none."""
+        self._transaction.snapshot.restore_random()
+        try:
+            return self.loss_of(whole := tuple(range(self.num_samples)), self._replaying(whole))
+        except Exception as error:  # of the user's code, by what it finds, which a run will tell
+            if is_out_of_memory(error):
+                raise
+        return math.nan
 
     @contextmanager
-    def _nudged(self) -> Iterator[None]:
+    def nudged(self) -> Iterator[None]:
         """Turn the last bit of each number of the parameters, and of the batches that are made within it."""
         with nudged(self.parameters), self.parts.converting(nudge):
             yield
         self._put_back()  # which a run may have done in the midst of this, with some parameters
 
-    def _loss_of(self, part: Part, draws: AbstractContextManager[Any], *, reads: bool = False) -> float:
+    def loss_of(self, part: Part, draws: AbstractContextManager[Any], *, reads: bool = False) -> float:
         """Return the loss of some samples, by a forward of which nothing is kept, or what its graph shows."""
         batch = self._given(part)
         with graph_alone() if reads else saved_tensors_hooks(_forget, _forget), draws:
@@ -410,10 +421,6 @@ class Measurement:
         value = float(loss.detach())
         self._put_back()
         return value
-
-    def is_divided_by_one(self) -> bool:
-        """Return whether the graph of the whole shows a count of 1."""
-        return is_one(self.shown[tuple(range(self.num_samples))])
 
     def shown_of(self, part: Part) -> Reduction:
         """Return what the graph of a part's loss shows; nothing else of it remains."""
@@ -591,8 +598,3 @@ class Measurement:
     def _put_back(self) -> None:
         """Put the state back between two runs."""
         self.state.restore()
-
-
-def _forget(saved: Any) -> Any:
-    """Return nothing in place of what a forward saves for its backward."""
-    return None

@@ -16,7 +16,8 @@ from autoaccum.data.randomness import collated_otherwise
 from autoaccum.loss.coupling import batch_norms
 from autoaccum.loss.hypotheses import Hypothesis
 from autoaccum.loss.reductions import is_one
-from autoaccum.verification.draws import UnalignedError, UnsettledError
+from autoaccum.verification.comparison import is_another
+from autoaccum.verification.draws import Constants, UnalignedError, UnsettledError
 from autoaccum.verification.findings import Cause, Cut, Part
 from autoaccum.verification.measurement import Measurement
 from autoaccum.verification.samples import are_equal, shapes_of
@@ -163,15 +164,26 @@ def suspect_of(measurement: Measurement) -> Cause | None:
 def _goes_by_places(measurement: Measurement) -> bool:
     """Return whether all samples have another loss in another order, as where each is mixed with that of a flip."""
     first, *others = range(measurement.num_samples)
-    if len(others) < 3:
+    # Groups of BatchNorm are made by places, and that is meant.
+    if len(others) < 3 or measurement.job.batch_norm.group > 1:
         return False
     # The second and the third in each other's place: by a flip, a roll, in halves or as neighbours, other pairs meet.
-    order = (first, others[1], others[0], *others[2:])
+    whole, order = (first, *others), (first, others[1], others[0], *others[2:])
+    draws = Constants(keeps_wide=not measurement.is_rounded)
     try:
-        return measurement.loss_depends_on(order)
+        loss, ordered, again = (measurement.loss_of(part, draws) for part in (whole, order, whole))
+        with measurement.nudged():
+            nudged = measurement.loss_of(whole, draws)
     except Exception:  # what the user's code does not bear says nothing
         measurement.state.restore()
         return False
+    # What counts its calls where nothing puts it back has another loss each time.
+    is_rounding = loss != again or abs(loss - ordered) <= _ROUNDING * abs(loss - nudged)
+    return not is_rounding and is_another(loss, ordered, measurement.parameters)
+
+
+_ROUNDING = 100
+"""Times that what a last bit makes out is what another order does: losses may cancel but for rounding."""
 
 
 def _broadcasts(measurement: Measurement) -> bool:

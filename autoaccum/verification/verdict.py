@@ -12,6 +12,7 @@ from autoaccum.data.base import Window
 from autoaccum.errors import AutoaccumError, MemoryLimitError
 from autoaccum.loss.coupling import smallest_micro_batch
 from autoaccum.loss.hypotheses import SUMS, Hypothesis
+from autoaccum.loss.reductions import is_one
 from autoaccum.memory.oom import RanOut, attempt, is_out_of_memory, without_frames
 from autoaccum.verification.decision import compare_losses, decide, explained_by_ones
 from autoaccum.verification.draws import UnalignedError, UnsettledError
@@ -178,9 +179,10 @@ def _measured_of(
             if collates_anew := not decision.passed and not is_mixed and measurement.collates_anew():
                 decision = decide(measurement, smallest, likely)
             ones: Decision | None = None
+            whole = tuple(range(measurement.num_samples))
             # Parts that are all divided by 1 add up like a sum, too, as where few samples have an item each.
             is_sum = decision.passed and likely == "items" and decision.hypothesis in SUMS
-            if (decision.has_ones and not decision.passed) or (is_sum and measurement.is_divided_by_one()):
+            if (decision.has_ones and not decision.passed) or (is_sum and is_one(measurement.shown[whole])):
                 without = explained_by_ones(measurement, smallest, likely)
                 if is_sum and without is None:
                     return Verdict(

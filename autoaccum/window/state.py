@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import pickle
-from collections.abc import Container, Iterable, Iterator, Sequence
+from collections.abc import Container, Iterable, Sequence
 from copy import copy
 from functools import partial
-from typing import Any
 
 import torch
 from torch import nn
@@ -18,10 +17,6 @@ from autoaccum.memory.oom import insist
 from autoaccum.window.attributes import Attributes, is_expanded
 from autoaccum.window.surroundings import is_generator, surroundings_of
 
-Place = tuple[Any, ...]
-"""Where a value is: (what holds it, the number of that one, the name in it)."""
-_OF_MODULES = frozenset(vars(nn.Module()))
-"""Attributes that each module has."""
 SMALL_BYTES = 2**24
 """Bytes of parameters that are copied whatever they are: a forward may write to any, and the copy takes 3 ms."""
 
@@ -74,8 +69,7 @@ class State:
         self._names = [(namespace, name, namespace[name]) for namespace, name in held.names]
         self._parameters = parameters
         trained = {id(p) for p in parameters if p.requires_grad}
-        # Of what functions and their objects hold, what is large is the data.
-        large = {id(tensor) for tensor in held.tensors if tensor.nbytes > _LARGEST_BYTES}
+        large = _data_among(held.tensors)
         small = [tensor for tensor in (*held.tensors, *self._attributes.tensors()) if id(tensor) not in large]
         # The attributes of modules hold their buffers, and their parameters too, which are chosen below.
         # Those of a scripted module are no attributes.
@@ -95,7 +89,7 @@ class State:
     def _to_copy(self, written: Iterable[torch.Tensor], trained: set[int]) -> list[torch.Tensor]:
         """Return the parameters whose values are to be kept."""
         everything = [p for layer in self.layers for p in layer._parameters.values() if p is not None]
-        frozen = [p for p in everything if id(p) not in trained and not is_lazy(p)]
+        frozen = [p for p in everything if id(p) not in trained and not is_lazy(p) and _is_plain(p)]
         bytes_of_frozen = sum(p.nbytes for p in frozen)
         own = [p for p in self._parameters if p.requires_grad and not is_lazy(p)]
         bytes_of_own = sum(p.nbytes for p in own)
@@ -117,22 +111,6 @@ class State:
                 value = tensor.detach().to("cpu", copy=True)
             copies.append(value)
         return copies
-
-    def places(self) -> Iterator[tuple[Place, object, Any]]:
-        """Yield (where it is, what holds it, the value that it has by now) of what forwards may have written to."""
-        for number, layer in enumerate(self.layers):
-            for name, value in (*layer._buffers.items(), *layer._parameters.items(), *vars(layer).items()):
-                if name not in _OF_MODULES:
-                    yield ("layer", number, name), layer, value
-        for number, thing in enumerate(self._held.objects):
-            for name, value in vars(thing).items():
-                yield ("object", number, name), thing, value
-        for number, container in enumerate(self._held.containers):
-            yield ("container", number, ""), container, container
-        for number, (cell, _) in enumerate(self._cells):
-            yield ("variable", number, ""), cell, cell.cell_contents
-        for number, (namespace, name, _) in enumerate(self._names):
-            yield ("global", number, name), namespace, namespace[name]
 
     def num_bytes(self) -> int:
         """Return the bytes of what is kept of values."""
@@ -240,10 +218,25 @@ def same(tensor: torch.Tensor, value: torch.Tensor) -> bool:
     return tensor.is_floating_point() and bool(((tensor == value) | (tensor.isnan() & value.isnan())).all())
 
 
+def _data_among(tensors: Iterable[torch.Tensor]) -> set[int]:
+    """Return the ids of the tensors that are no state of what holds them: large ones, and many, are the data."""
+    found, total = set(), 0
+    for tensor in sorted(filter(_is_plain, tensors), key=lambda one: one.nbytes):
+        total += tensor.nbytes
+        if tensor.nbytes > _LARGEST_BYTES or total > 4 * _LARGEST_BYTES:
+            found.add(id(tensor))
+    return found
+
+
+def _is_plain(tensor: torch.Tensor) -> bool:
+    """Return whether a tensor holds values in one piece, as a sparse or a nested one does not."""
+    return tensor.layout is torch.strided and not tensor.is_nested
+
+
 def _distinct(tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
     """Return each tensor once, without those that hold no values of their own."""
     kept = {}
     for tensor in tensors:
-        if not is_lazy(tensor) and tensor.layout is torch.strided and not tensor.is_meta and not is_expanded(tensor):
+        if not is_lazy(tensor) and _is_plain(tensor) and not tensor.is_meta and not is_expanded(tensor):
             kept[id(tensor)] = tensor
     return list(kept.values())

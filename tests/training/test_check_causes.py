@@ -141,6 +141,18 @@ class TestWhatIsNamed:
         assert report.passed is False
         assert report.notice is not None
 
+    def test_what_is_drawn_for_a_sample_that_lies_in_one_part_is_no_draw_of_the_batch(self) -> None:
+        def step(model: nn.Module, batch: Any) -> torch.Tensor:
+            inputs, targets = batch
+            hidden = inputs[:, 0] == inputs[:, 0].max().clamp(min=100)
+            inputs = inputs.clone()
+            inputs[hidden] += torch.rand(int(hidden.sum()), 8, dtype=DOUBLE)
+            return cross_entropy(model(inputs), targets)
+
+        inputs, targets = classes(6, DOUBLE)
+        inputs[2, 0] = 1000.0
+        assert check(linear(), (inputs, targets), training_step=step).notice is None
+
     @pytest.mark.parametrize("kind", ["once", "each", "one by one"])
     def test_what_is_drawn_once_for_a_batch(self, kind: str) -> None:
         def step(model: nn.Module, batch: Any) -> torch.Tensor:

@@ -12,10 +12,11 @@ from torch.nn.functional import cross_entropy
 from torch.nn.utils import parametrizations
 from torch.nn.utils.rnn import pad_sequence
 
+import autoaccum
 from autoaccum.verification.decision import decide
 from autoaccum.verification.measurement import Measurement
 from autoaccum.verification.suspects import name_cause, pads, suspect_of
-from tests.models import mlp
+from tests.models import classes, mlp
 from tests.verification.making import DOUBLE, HERE, job_of, measurement_of, pairs, plain, squared_mean
 
 
@@ -189,6 +190,33 @@ def test_labels_that_are_compared_with_each_other_are_no_mistake(compared: Any, 
         return ((outputs @ outputs.T) * compared(batch[1])).mean()
 
     assert suspected(loss) == found
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_a_loss_that_cancels_but_for_rounding_goes_by_no_places(seed: int) -> None:
+    def advantage(model: Any, batch: Any) -> torch.Tensor:
+        outputs = model(batch[0])
+        reward = outputs.detach().sum(1) + batch[1]
+        reward = (reward - reward.mean()) / reward.std(correction=0).clamp(min=1e-8)
+        chosen = outputs.log_softmax(1).gather(1, batch[1][:, None])[:, 0]
+        return -((chosen - chosen.detach()).exp() * reward).mean()
+
+    torch.manual_seed(seed)
+    data = torch.randn(6, 8), torch.randint(0, 3, (6,))
+    report = autoaccum.check(mlp(torch.float32), data, training_step=advantage, device="cpu")
+    assert report.passed is False
+    assert report.notice is not None
+    assert "depends on its place" not in report.notice.cause
+
+
+def test_groups_of_batch_norm_are_no_places() -> None:
+    model = nn.Sequential(nn.Linear(8, 4), nn.BatchNorm1d(4), nn.Linear(4, 3)).to(DOUBLE)
+    report = autoaccum.check(
+        model, classes(16, DOUBLE), loss_fn=lambda outputs, targets: cross_entropy(outputs, targets) * len(targets) ** 0.5,
+        batch_norm="ghost:2", device="cpu",
+    )  # fmt: skip
+    assert report.notice is not None
+    assert "depends on its place" not in report.notice.cause
 
 
 def test_a_count_of_calls_is_no_place() -> None:

@@ -321,3 +321,10 @@ def test_what_is_large_is_the_data_where_functions_hold_it_and_state_where_modul
         tensor.add_(1)
     state.restore()
     assert [float(tensor[0]) for tensor in (held.data, held.mean, model.cache[0])] == [1, 0, 0]
+    rows = [torch.zeros(16) for _ in range(9)]  # 64 bytes each, of which four times as many are copied
+    adjacency = torch.eye(3).to_sparse()
+    state = State([], [lambda: (rows, adjacency)], torch.device("cpu"), [])
+    for tensor in rows:
+        tensor.add_(1)
+    state.restore()
+    assert sum(float(tensor[0]) for tensor in rows) == 5
