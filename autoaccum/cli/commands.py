@@ -162,7 +162,7 @@ def _fit(recipe: Recipe, /, *, settings: Settings = None, json: Json = False, **
                 arguments["callbacks"] = _with(kept, arguments.get("callbacks", ()))
             result = fit(**{**arguments, "run_dir": kept.path})
             finished = [event.reason for event in result.events if isinstance(event, Finished)]  # of each process of it
-            kept.is_finished = finished[-1:] == ["budget"]
+            kept.is_finished, kept.is_stopped = finished[-1:] == ["budget"], finished[-1:] == ["stopped"]
             kept.is_bounded = arguments.get("lr_scheduler") is not None
     if json and speaks():
         print_json(fit_document(result) | kept_document(kept))

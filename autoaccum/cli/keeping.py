@@ -44,6 +44,8 @@ class Kept:
     """Whether the directory was made here, so that nobody knows of it yet."""
     is_finished: bool = False
     """Whether its budget is spent, as is known at its end."""
+    is_stopped: bool = False
+    """Whether a callback has ended it, as ``EarlyStopping`` does, and would end it again."""
     is_bounded: bool = False
     """Whether it can have no larger one, for its scheduler was made for so many steps."""
 
@@ -63,6 +65,8 @@ class Kept:
         if self.is_finished and self.is_bounded:
             return [f"kept in {place}; its lr_scheduler has ended, so that no larger budget goes on from it", drawn]
         goes_on = "to go on, raise the budget" if self.is_finished else "to go on"
+        if self.is_stopped:
+            goes_on = "to go on, let the callback that has stopped it allow more"
         return [f"kept in {place}, {goes_on}: {self.resume_command}", drawn]
 
 

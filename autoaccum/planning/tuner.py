@@ -20,7 +20,7 @@ from autoaccum.planning.costs import MemoryModel, TimeModel, Trial, fit_memory_m
 from autoaccum.planning.cuts import Lengths
 from autoaccum.planning.cutter import Cutter
 from autoaccum.planning.earlier import learnt, recalled
-from autoaccum.planning.fastest import Fastest
+from autoaccum.planning.fastest import KNOWN, Fastest
 from autoaccum.planning.history import History
 from autoaccum.planning.largest import Largest
 from autoaccum.planning.limits import Limits
@@ -197,24 +197,35 @@ class Tuner:
         self._cutter.set_smallest(smallest)
         self._largest.weight = max(self._largest.weight if largest is None else largest, self.smallest)
 
-    def recall(self, past: Sequence[Trial], held_bytes: int, refused: Trial | None = None) -> None:
+    def recall(
+        self, past: Sequence[Trial], held_bytes: int, refused: Trial | None = None, limit_bytes: int | None = None
+    ) -> None:
         """Begin from what an earlier run has ``learnt``.
 
         Args:
             past: its trials. Whether they fitted was a matter of that run's limit.
             held_bytes: what is in use now before the first sample, which that run may have had less of.
             refused: what ran out of memory, where there is no more of it now.
+            limit_bytes: the largest limit that it had; None where nobody knows.
         """
         self.past = tuple(past)
         found = recalled(self.past, held_bytes)
         if found is not None:
             self._cutter.history.prior = found.memory
             self.search.known = found.known
-            self._fastest.recall(found.times)
+            # Of a run that memory has ended, times say nothing of the larger ones that fit now.
+            reached = 0.0 if limit_bytes is None else self._reach(found.memory, limit_bytes)
+            was_bounded = 0 < reached <= KNOWN * found.known or not all(trial.fits for trial in self.past)
+            is_short = was_bounded and self._reach(found.memory, self.limits.limit_bytes) > KNOWN * found.known
+            self._fastest.recall(None if is_short else found.times)
         # As if it had failed in this run: so nothing as large is tried, unless smaller ones show that it would fit.
         if refused is not None:
             self._largest.record(refused)
         self.told = refused
+
+    def _reach(self, memory: MemoryModel, limit_bytes: int) -> float:
+        """Return the largest weight that plans would have under such a limit."""
+        return memory.largest_within(self.limits.target_of(limit_bytes))
 
     def refused(self) -> Trial | None:
         """Return the smallest trial that ran out of memory; not that of the smallest size, which is tried always."""

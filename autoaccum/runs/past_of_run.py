@@ -64,7 +64,8 @@ class PastOfRun:
         # What failed is tried again once there is clearly more room for it than there was.
         has_no_more_room = tuner.limits.limit_bytes - used_bytes < SURELY_MORE * room_bytes
         past = self._past.load(self._key, tuner.limits.limit_bytes)
-        tuner.recall(past, used_bytes + gradient_bytes, refused if has_no_more_room else None)
+        limit_bytes = max(self._past.limits(self._key).values(), default=None)
+        tuner.recall(past, used_bytes + gradient_bytes, refused if has_no_more_room else None, limit_bytes)
 
     def keep(self, tuner: Tuner) -> None:
         """Keep for later runs what was measured; and for those of this process, what failed with so much memory."""

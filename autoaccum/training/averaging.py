@@ -21,7 +21,7 @@ from autoaccum.training.options import FitArguments
 from autoaccum.training.synonyms import answering
 
 State = dict[str, Any]
-_SAVED = entries({"updates": whole(), "weights": a(dict)})
+_SAVED = entries({"updates": whole(), "weights": a(dict)}, optionally={"validate": a(bool)})
 
 
 class EMA(Ready):
@@ -52,7 +52,7 @@ class EMA(Ready):
             decay: ``d``, from 0 (the last weights) to below 1.
             warm_up: let ``d`` be (1 + n) / (10 + n) at most in window n, so that the first weights do not stay.
             validate: have the run's validations use the averages, and with them all that goes by these: the best
-                checkpoint, whose averages are then those of ``load_best(..., averaged=True)``.
+                checkpoint, whose averages are then what ``load_best`` puts into a model.
 
         Raises:
             ArgumentError: ``decay`` is none.
@@ -123,8 +123,8 @@ class EMA(Ready):
         return self.applied() if self.validate and self._weights else nullcontext()
 
     def state_dict(self) -> State:
-        """Return the averages, and of how many windows they are."""
-        return {"updates": self.updates, "weights": dict(self._weights)}
+        """Return the averages, of how many windows they are, and whether validations go by them."""
+        return {"updates": self.updates, "weights": dict(self._weights), "validate": self.validate}
 
     def load_state_dict(self, state: State) -> None:
         """Put back what ``state_dict`` returned: taken up by the run that begins next.

@@ -27,7 +27,7 @@ def load_best(
     run_dir: str | os.PathLike[str],
     model: nn.Module | str | Callable[[], nn.Module],
     *,
-    averaged: bool = False,
+    averaged: bool | None = None,
 ) -> nn.Module:
     """Put the weights of a run's best checkpoint into a model, and return it.
 
@@ -40,7 +40,8 @@ def load_best(
         run_dir: that was passed to ``fit``, beside ``validation_data``.
         model: to load into, of the architecture that was trained; or a function () -> model; or a recipe,
             ``path/to/file.py[:function]``, whose model is made.
-        averaged: load the averages of the run's ``EMA`` in place of the weights, at that same checkpoint.
+        averaged: load the averages of the run's ``EMA`` in place of the weights, at that same checkpoint; when left
+            out, whichever of the two its validations went by.
 
     Raises:
         NoHistoryError: no run has been there.
@@ -58,7 +59,8 @@ def load_best(
     ...     best = load_best(folder, torch.nn.Linear(3, 1))
     """
     place = Path(_checks.path("run_dir", run_dir))
-    _checks.flag("averaged", averaged)
+    if averaged is not None:
+        _checks.flag("averaged", averaged)
     # Before a model is made, which may take long: a directory without any is told at once.
     found, skipped = checkpoint.best(place / "checkpoints")
     if found is None:
@@ -69,8 +71,9 @@ def load_best(
         raise ArgumentError("model", type(made).__name__, "a model that this process has all of", cure)
     # All of it is on the host, and is compared with the model before any of that is changed.
     weights, state = found.load()
-    if averaged:
-        weights = _averages(found, weights, state)
+    ema = _ema_in(state)
+    if ema.get("validate") is True if averaged is None else averaged:
+        weights = _averages(found, weights, ema)
     buffers = state.get("buffers") if isinstance(state, dict) else None
     try:
         weights = of_module(made, weights)  # several ranks may have written it in parts
@@ -124,21 +127,26 @@ def _made(model: Any) -> nn.Module:
     return model
 
 
-def _averages(found: checkpoint.Checkpoint, weights: Any, state: Any) -> Any:
+def _ema_in(state: Any) -> dict[str, Any]:
+    """Return the state of the first EMA among the callbacks of a run; nothing where it had none."""
+    # Nothing has checked this state: a stranger may have written it.
+    callbacks = state.get("callbacks") if isinstance(state, dict) else None
+    kept = [entry for entry in callbacks if isinstance(entry, dict)] if isinstance(callbacks, list) else []
+    states = [entry.get("state") for entry in kept if entry.get("type") == "EMA"]
+    return states[0] if states and isinstance(states[0], dict) else {}
+
+
+def _averages(found: checkpoint.Checkpoint, weights: Any, ema: dict[str, Any]) -> Any:
     """Return the averages that an EMA has kept in a checkpoint, in the place of weights and of buffers.
 
     Raises:
         ArgumentError: there is none.
         CheckpointCorruptError: they are not as one writes them.
     """
-    # Nothing has checked this state: a stranger may have written it.
-    callbacks = state.get("callbacks") if isinstance(state, dict) else None
-    kept = [entry for entry in callbacks if isinstance(entry, dict)] if isinstance(callbacks, list) else []
-    states = [entry.get("state") for entry in kept if entry.get("type") == "EMA"]
-    if not states:
+    if not ema:
         cure = "Pass callbacks=[autoaccum.callbacks.EMA(validate=True)] to fit."
         raise ArgumentError("averaged", True, f"an EMA among the callbacks of the run in {found.path.parent}", cure)
-    averages = states[0].get("weights") if isinstance(states[0], dict) else None
+    averages = ema.get("weights")
     if not isinstance(averages, dict):
         refuse("callbacks.state.weights", "holds no averages")
     # Tied weights have one average, under the first of their names: those of the others are the same tensor.

@@ -12,10 +12,12 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import torch
+from torch.utils.data import DataLoader
 
 from autoaccum import _checks
 from autoaccum._kinds import refuse, shown
 from autoaccum.data.base import Source
+from autoaccum.data.sources import shuffles
 from autoaccum.errors import ArgumentError, CheckpointError
 from autoaccum.events import Resumed, Saved
 from autoaccum.memory import clock
@@ -101,6 +103,8 @@ def configuration_of(
     late = ("before_window", "embed")
     functions = {name: getattr(arguments, name) for name in names if name not in late or getattr(arguments, name)}
     details = details_of({"model": model} | ({"loss": last} if last is not model else {}), functions, content)
+    if isinstance(arguments.data, DataLoader):  # which says so itself
+        given["shuffle"] = shuffles(arguments.data)
     return {"model": type(model).__name__, **configuration.plain(given), "trained": trained, "details": details}
 
 

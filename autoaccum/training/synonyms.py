@@ -114,6 +114,14 @@ _MISSING = {
 }
 """What to pass where an argument that has no default is left out."""
 
+
+class _LeftOut:
+    """What stands for an argument that was not passed."""
+
+    def __repr__(self) -> str:
+        return "(left out)"
+
+
 _PASSES = ("evaluate", "predict")
 
 # Classes that hold a training loop or a part of one of their own. By name, for none of them is imported for this.
@@ -175,7 +183,7 @@ def answering(name: str) -> Callable[[F], F]:
                 is_there = argument in kwargs or argument in positional[: len(args)]
                 if parameter.default is inspect.Parameter.empty and not is_there:
                     cure = _MISSING.get(argument, "")
-                    raise ArgumentTypeError(argument, "nothing", "a value, for it has no default", cure)
+                    raise ArgumentTypeError(argument, _LeftOut(), "a value, for it has no default", cure)
             model = kwargs["model"] if "model" in kwargs else next((arg for arg in args if _answer_to(arg)), None)
             # With a step of the caller's own a LightningModule is a module like any other.
             is_alone = has_loss and kwargs.get("training_step") is None and kwargs.get("loss_fn") is None

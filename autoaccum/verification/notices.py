@@ -14,14 +14,14 @@ from autoaccum.loss.conclusions import DIVIDED_LATER, conclude, proportional
 from autoaccum.loss.coupling import count_batch_norms
 from autoaccum.loss.hypotheses import SUMS, Hypothesis, in_words
 from autoaccum.loss.terms import Reduction
-from autoaccum.planning.granules import MICRO, Statistics
+from autoaccum.planning.granules import MICRO, MOST_LAYERS, Statistics
 from autoaccum.verification.findings import FOREIGN, Cause, Decision
 
 # Each names its cause so that it can be found in the user's code, and a cure that can be tried. One is told from
 # another by its consequence, which therefore holds no numbers: it is said once in a run.
 
 
-_REGROUP = "Pass batch_norm='ghost:32' or 'frozen', or 'window', which is exact and slower; use GroupNorm or LayerNorm"
+_REGROUP = "Pass batch_norm='ghost:32' or 'frozen', or '{}', which is exact and slower; use GroupNorm or LayerNorm"
 _CONVERT = "Use GroupNorm or LayerNorm"
 
 
@@ -34,12 +34,13 @@ def batch_norm_notices(
     """
     # Only those that normalise by a batch: by running statistics no sample meets another.
     layers = count_batch_norms(modules)
+    whole = Statistics("window", most=max(layers, MOST_LAYERS))  # as many as there are, or it would be refused
     notice = Notice(
         cause=f"The model holds {layers} BatchNorm layer{'s' if layers > 1 else ''} in training mode",
         consequence="Each normalises by the statistics of a micro-batch instead of the window, so that the gradient "
         "depends on how windows are cut",
-        cure=f"{_CONVERT if embeds else _REGROUP} (autoaccum.convert_batch_norm), put the BatchNorm layers in eval "
-        "mode, or pass micro_batch= the whole window if it fits",
+        cure=f"{_CONVERT if embeds else _REGROUP.format(whole)} (autoaccum.convert_batch_norm), put the BatchNorm "
+        "layers in eval mode, or pass micro_batch= the whole window if it fits",
     )
     if statistics.kind != "micro":  # a layer that computes what it does by itself
         notice = Notice(

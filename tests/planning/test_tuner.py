@@ -599,10 +599,12 @@ def test_the_rest_of_a_window_is_cut_by_what_fits_now() -> None:
 # What an earlier run has learnt.
 
 
-def recalling(past: Sequence[Trial], share: float, seconds: Callable[[int], float] | None = None) -> Training:
+def recalling(
+    past: Sequence[Trial], share: float, seconds: Callable[[int], float] | None = None, limit_bytes: int | None = None
+) -> Training:
     device = Device(int(10**5 + 9 * 10**5 * share), peak=lambda size, _: 10**5 + 9 * 10**5 * size / 40, seconds=seconds)
     training = Training(device, 256)
-    training.tuner.recall(past, 0)
+    training.tuner.recall(past, 0, limit_bytes=limit_bytes)
     return training
 
 
@@ -636,6 +638,20 @@ class TestRecall:
         second.until_settled()
         assert second.run() == (128, 128)
         assert second.ooms == []
+
+
+@pytest.mark.parametrize("was_bounded", ["by a failure", "by its limit", ""])
+def test_times_of_a_run_that_memory_has_ended_say_nothing_of_what_fits_now(was_bounded: str) -> None:
+    """Sizes that fitted then gained nothing by growing, and those that fit now do."""
+    seconds = {1: 1.0, 2: 2.05, 3: 3.1}
+    past = [Trial(micro_batch=n, fits=True, peak_bytes=10**5 + 22_500 * n, seconds=seconds[n]) for n in (1, 2, 3)]
+    if was_bounded == "by a failure":
+        past.append(Trial(micro_batch=4, fits=False))
+    limit_bytes = 10**5 + (4 if was_bounded == "by its limit" else 30) * 22_500
+    training = recalling(past, 1.0, lambda size: seconds.get(size, 0.5 * size), limit_bytes)
+    training.until_settled()
+    training.run(20)
+    assert (max(training.run()) > 3) is bool(was_bounded)
 
 
 @pytest.mark.parametrize(("factor", "believed"), [(1.0, True), (1.3, True), (3.0, False), (0.2, False)])

@@ -155,7 +155,7 @@ def test_a_step_is_given_one_batch(call: str) -> None:
         (lambda: EarlyStopping(monitor="val_loss"), r"^monitor='val_loss': .*Pass metric, 'loss' or"),
         (lambda: EarlyStopping(patiense=2), r"Did you mean patience\?$"),
         (lambda: ReduceOnPlateau(threshold=0.1), r"Pass min_delta\.$"),
-        (lambda: KeepBest("val_loss"), r"^mode='nothing': .*'max' where higher is better.*the lowest loss"),
+        (lambda: KeepBest("val_loss"), r"^mode=\(left out\): .*'max' where higher is better.*the lowest loss"),
         (lambda: KeepBest("accuracy", greater_is_better=True), r"Pass mode='max' where"),
         (
             lambda: EMA(0.9, True),
@@ -171,11 +171,11 @@ def test_callbacks_answer_too(make: Any, told: str) -> None:
 
 def test_what_has_no_default_is_asked_for() -> None:
     model = nn.Linear(4, 2)
-    told = r"^effective_batch='nothing': expected a value, for it has no default\. Pass effective_batch, the samples"
+    told = r"^effective_batch=\(left out\): expected a value, for it has no default\. Pass effective_batch, the samples"
     for function in (autoaccum.fit, autoaccum.Trainer):
         with pytest.raises(ArgumentTypeError, match=told):
             function(model, DATA, loss_fn=cross_entropy)  # type: ignore[call-arg]
-        with pytest.raises(ArgumentTypeError, match=r"^data='nothing': .*tensors, a dataset or a DataLoader\.$"):
+        with pytest.raises(ArgumentTypeError, match=r"^data=\(left out\): .*tensors, a dataset or a DataLoader\.$"):
             function(model, effective_batch=4)  # type: ignore[call-arg]
 
 

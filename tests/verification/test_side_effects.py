@@ -77,7 +77,7 @@ def test_a_backward_is_told_before_what_it_has_returned() -> None:
     def fail() -> None:
         raise NonScalarLossError("training_step", "nothing")
 
-    with pytest.raises(LossSideEffectError, match="return the loss: autoaccum calls them for you"):
+    with pytest.raises(LossSideEffectError, match="out of it: autoaccum calls them for you"):
         SideEffects(made).refuse_in(compute)
     with pytest.raises(NonScalarLossError):
         SideEffects(made).refuse_in(fail)

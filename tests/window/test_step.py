@@ -108,7 +108,7 @@ def test_a_training_step_that_does_more_than_return_the_loss_is_refused(what: st
             model.zero_grad()
         return loss
 
-    with pytest.raises(LossSideEffectError, match=r"Leave backward\(\), zero_grad\(\) and step\(\) out of it"):
+    with pytest.raises(LossSideEffectError, match=r"Leave backward\(\), zero_grad\(\), step\(\) and clipping"):
         step([], loss_of=loss_function(None, training_step)).run(window())
 
 
