@@ -1,8 +1,7 @@
 """The processes that train together, and how they agree.
 
 All that ranks tell each other goes through ``exchange``, in which every rank takes part: with what it has to say, or
-with the error that has ended it. So there is one order of collectives, whatever happens to any of them, and none waits
-for one that has failed.
+with the error that has ended it. So collectives have one order, and none waits for one that has failed.
 """
 
 from __future__ import annotations
@@ -106,8 +105,7 @@ class Group:
                     tensor.copy_(value)
 
     def _exchange(self, told: Any) -> list[Any]:
-        # On the host, whatever the device: it is some hundred bytes, and no rank may wait for its device to say that it
-        # has failed.
+        # On the host, whatever the device: it is some hundred bytes, and no rank may wait for its device to tell.
         with undisturbed():
             return [pickle.loads(each) for each in self.channel.gather(_packed(told))]
 

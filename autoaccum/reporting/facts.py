@@ -256,7 +256,11 @@ def _prediction(run: Run) -> tuple[float | None, Answer]:
             compared.append((period, int(measured.max())))
     if not compared:
         is_there = any(foretold is not None for foretold in run.events["Planned"]["predicted_bytes"])
-        why = "no window was cut as the plan that had one" if is_there else "no plan had one, as where sizes are given"
+        why = (
+            "no window was cut as the plan that had one"
+            if is_there
+            else "no plan had one, for sizes were given, or the search had not ended"
+        )
         text = f"There is no prediction to compare: {why}."
         return None, Answer(question=question, text=text, good=None)
     # Relative to what was measured, so that small and large micro-batches count alike.

@@ -94,7 +94,8 @@ class CheckReport:
         words = [in_words(name) for name in self.hypotheses]
         says = term_by_term if len(set(words)) < len(words) else in_words
         rows = [(says(name), error) for name, error in self.hypotheses.items()]
-        yield from _table("the loss taken for", rows, self.tolerance)
+        # Of a loss that is exact the others are what it is not.
+        yield from _table("the loss taken for", rows, self.tolerance, "ruled out" if self.passed else "not exact")
         worst = list(self.tensors.items())
         yield from _table("parameter", worst[:_MOST_TENSORS], self.tolerance)
         if len(worst) > _MOST_TENSORS:
@@ -106,15 +107,15 @@ def _entry(name: str, text: str) -> list[str]:
     return textwrap.wrap(text, _WIDTH, initial_indent=f"  {name:<13}", subsequent_indent=" " * 15)
 
 
-def _table(title: str, rows: list[tuple[str, float]], tolerance: float) -> Iterator[str]:
-    """Yield a table of errors; nothing where it has no row."""
+def _table(title: str, rows: list[tuple[str, float]], tolerance: float, beyond: str = "not exact") -> Iterator[str]:
+    """Yield a table of errors, with a word for those beyond what is allowed; nothing where it has no row."""
     if not rows:
         return
     width = max(len(title), *(len(name) for name, _ in rows))
     yield ""
     yield f"  {title:<{width}}  {'error':>8}"
     for name, error in rows:
-        yield f"  {name:<{width}}  {format_error(error):>8}{'' if error <= tolerance else '  not exact'}"
+        yield f"  {name:<{width}}  {format_error(error):>8}{'' if error <= tolerance else f'  {beyond}'}"
 
 
 def format_error(error: float) -> str:

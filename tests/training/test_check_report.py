@@ -42,7 +42,7 @@ class TestReport:
             "  2 + 4             0\n\n"
             "  the loss taken for                              error\n"
             "  a mean over the items that its graph counts     3e-17\n"
-            "  a sum over samples                               50 %  not exact\n\n"
+            "  a sum over samples                               50 %  ruled out\n\n"
             "  parameter     error\n"
             "  6             3e-17\n"
             "  5           2.5e-17\n"
