@@ -32,8 +32,9 @@ def refuse_trainer(trainer: Any) -> None:
     """
     # It would have Lightning step on every so-manieth window alone.
     if trainer.accumulate_grad_batches != 1:
-        cure = "Leave it out: effective_batch is the samples of a step, however many fit at once."
-        raise ConflictingArgumentsError("accumulate_grad_batches", trainer.accumulate_grad_batches, "AutoAccum", cure)
+        times = trainer.accumulate_grad_batches
+        cure = f"Leave it out, and pass AutoAccum(effective_batch=...), {times} times the batch size of the loader."
+        raise ConflictingArgumentsError("accumulate_grad_batches", times, "AutoAccum", cure)
     # By the very class: what is derived from one may do anything in a backward.
     strategy = type(trainer.strategy).__name__
     if strategy not in _STRATEGIES:

@@ -19,6 +19,7 @@ from autoaccum.planning.contest import Best, Contest, Room, is_worth_it, is_wort
 from autoaccum.planning.costs import prediction_error
 from autoaccum.planning.cuts import Lengths
 from autoaccum.planning.limits import CLEARLY_OVER
+from autoaccum.planning.searching import NO_FASTER
 from autoaccum.planning.tuner import Tuner
 from autoaccum.window import notices
 from autoaccum.window.announcer import Announcer
@@ -152,7 +153,9 @@ class Plans:
             self.announce(num_samples, lengths)
         elif not self._tuner.is_timing:
             old, new = (self._tuner.plan(num_samples, lengths, weight) for weight in (self.growing_from, None))
-            self.replanned(old, new, "there is room for more", step=self._number())
+            # Where there is room for more, plans are timed again, and one of fewer may be the fastest.
+            reason = "there is room for more" if max(new) >= max(old) else NO_FASTER
+            self.replanned(old, new, reason, step=self._number())
 
     def resize(self, num_samples: int, lengths: Lengths = None, *, reason: str = "") -> None:
         """Make ready for full windows of so many samples; ``reason`` is told where it is not the effective batch."""

@@ -75,7 +75,11 @@ class TestRefused:
     @pytest.mark.parametrize(
         ("options", "argument", "cure"),
         [
-            ({"accumulate_grad_batches": 4}, "accumulate_grad_batches", "effective_batch is the samples"),
+            (
+                {"accumulate_grad_batches": 4},
+                "accumulate_grad_batches",
+                r"pass AutoAccum\(effective_batch=\.\.\.\), 4 times",
+            ),
             ({"strategy": Elsewhere("cpu")}, "strategy", "autoaccum.fit"),
         ],
     )

@@ -127,6 +127,17 @@ def test_growth_is_told_as_it_cuts_one_window() -> None:
     assert (max(told.old), told.new, told.reason) == (3, (4,), "there is room for more")
 
 
+def test_growth_that_ends_with_smaller_ones_is_not_put_down_to_room() -> None:
+    """Plans are timed again where there is room, and those of smaller micro-batches may be the fastest."""
+    events: list[Event] = []
+    step = growing(events)
+    step.plans.growing_from = 64
+    step.plans.settled(4, (16, 16, 16, 16))
+    (told,) = events
+    assert isinstance(told, Replanned)
+    assert (max(told.new) < max(told.old), told.reason) == (True, "larger micro-batches are no faster")
+
+
 def test_growth_is_not_told_while_plans_are_still_timed() -> None:
     events: list[Event] = []
     step = growing(events)
