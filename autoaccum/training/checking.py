@@ -41,7 +41,7 @@ from autoaccum.verification import notices
 from autoaccum.verification.comparison import tolerance_of
 from autoaccum.verification.decision import in_order
 from autoaccum.verification.draws import UnalignedError, UnsettledError
-from autoaccum.verification.findings import FOREIGN, Cut, Decision, NotFiniteError, Outcome, Verdict, ZeroGradientError
+from autoaccum.verification.findings import FOREIGN, Cut, Decision, Outcome, Verdict, ZeroGradientError
 from autoaccum.verification.measurement import Measurement
 from autoaccum.verification.samples import MOST, choose, cuts_of
 from autoaccum.verification.side_effects import SideEffects
@@ -285,8 +285,8 @@ class _Check:
             return self._not_measured(
                 replace(verdict, unmeasured="the gradient of a few samples is 0", is_passing=True), started
             )
-        except (UnalignedError, UnsettledError, NotFiniteError):
-            why = "what it draws for a few samples cannot be found among what it draws for all"
+        except (UnalignedError, UnsettledError) as error:
+            why = f"what {error} draws for a few samples cannot be found among what it draws for all"
             return self._not_measured(replace(verdict, unmeasured=why), started)
         if isinstance(detailed, RanOut):
             return self._not_measured(replace(verdict, unmeasured="memory ran out in the attempt"), started)
