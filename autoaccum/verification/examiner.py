@@ -266,9 +266,8 @@ class Examiner:
             if reason is not None:
                 with aside():
                     self._measure(window, gradient, number, most, reason, said)
-            if self._occasions.status == "unmeasured":
-                for doubt in readings.doubts(self._job, gradient, self._met, self._shown):
-                    self._refuse_or_say(doubt, None, said)
+            if not gradient.dropped:
+                self._say_doubts(gradient, said)
             is_passed = self._occasions.status == "passed"
             # What was measured is true of code as it is written, of which windows that run compiled code see nothing.
             hides_items = is_passed and readings.is_hidden(gradient, self._transaction.hypothesis, self._rivals)
@@ -283,14 +282,16 @@ class Examiner:
             if reason == "whole" or (is_passed and (gradient.suspects or gradient.doubts)):
                 with aside():
                     self._check_parts(window, gradient, most, said, is_passed=is_passed)
+            # Of a loss that is NaN by mistake, and not for want of items, nothing else is to be said.
+            if gradient.dropped and self._transaction.drops_nan:
+                self._say_doubts(gradient, said)
             after = self._transaction.hypothesis
             if after != before:
                 self._transaction.signs.forget_graphs()
             told = self._transaction.several.told
             is_weighed_otherwise = not readings.is_weighed_alike(self._job, gradient, before, after)
             is_weighed_otherwise = is_weighed_otherwise or readings.is_counted_otherwise(gradient, told)
-            if hides_items or (gradient.dropped and drops and not self._transaction.drops_nan):
-                is_weighed_otherwise = True
+            is_weighed_otherwise |= hides_items or bool(gradient.dropped and drops and not self._transaction.drops_nan)
             # What each micro-batch counts was found by the hypothesis that is held. Nothing is given back for nothing.
             is_passed = self._occasions.status == "passed" and self._verify and not is_weighed_otherwise
             here = gradient.of_first_samples(window.num_samples)
@@ -316,8 +317,7 @@ class Examiner:
             self._occasions.looked(number)
             self._tell_signs()
             self._transaction.forward = self._transaction.plain_forward
-        told = self._transaction.several.told
-        return Examination(said, is_weighed_otherwise, self._smallest, hides_items, told)
+        return Examination(said, is_weighed_otherwise, self._smallest, hides_items, self._transaction.several.told)
 
     def _is_spoilt(self, gradient: Gradient) -> bool:
         """Return whether a window has a finite loss and a gradient that is not, as nan_to_num leaves it: 0 / 0 * 0."""
@@ -373,6 +373,12 @@ class Examiner:
             self._kinds.accept()
             return
         self._decide(verdict.decision, verdict, number, clock.now() - started, said)
+
+    def _say_doubts(self, gradient: Gradient, said: list[Event]) -> None:
+        """Say what speaks against the weights of a window of which nothing was measured."""
+        if self._occasions.status == "unmeasured":
+            for doubt in readings.doubts(self._job, gradient, self._met, self._shown):
+                self._refuse_or_say(doubt, None, said)
 
     def _is_due_empty(self) -> bool:
         """Return whether a window in which nothing counts is measured: the first, the second, the fourth and so on."""
