@@ -283,7 +283,7 @@ class Examiner:
                 with aside():
                     self._check_parts(window, gradient, most, said, is_passed=is_passed)
             # Of a loss that is NaN by mistake, and not for want of items, nothing else is to be said.
-            if gradient.dropped and self._transaction.drops_nan:
+            if gradient.dropped and (self._transaction.drops_nan or not drops):
                 self._say_doubts(gradient, said)
             after = self._transaction.hypothesis
             if after != before:
