@@ -15,8 +15,8 @@ from autoaccum.errors import DataError
 
 _LENGTHS = (
     "Pad them: collate_fn=lambda samples: torch.nn.utils.rnn.pad_sequence(samples, batch_first=True), for samples that "
-    "are tensors; for pairs of a tensor and a number, lambda samples: (pad_sequence([one for one, _ in samples], "
-    "batch_first=True), torch.tensor([number for _, number in samples])); of a tokenizer, "
+    "are tensors; for pairs of a tensor and a number, lambda samples: (torch.nn.utils.rnn.pad_sequence("
+    "[one for one, _ in samples], batch_first=True), torch.tensor([number for _, number in samples])); of a tokenizer, "
     "transformers.DataCollatorWithPadding(tokenizer)."
 )
 

@@ -36,8 +36,8 @@ def no_trace(
     """
     everything = {id(m): m for module in modules for m in module.modules()}.values()
     # A forward may write to frozen ones, as to a teacher; what is large is a backbone, mostly, and has no copy.
-    frozen = [p for m in everything for p in m.parameters(recurse=False) if not p.requires_grad and not is_lazy(p)]
-    frozen = [p for p in frozen if p.layout is torch.strided]
+    own = [p for m in everything for p in m.parameters(recurse=False)]
+    frozen = [p for p in own if not (p.requires_grad or is_lazy(p)) and p.layout is torch.strided]
     written = frozen if sum(p.nbytes for p in frozen) <= SMALL_BYTES else []
     # Before anything moves. Of layers that these hold too, what is below knows more.
     outside = State((), functions, device, (), written, without=set(everything))

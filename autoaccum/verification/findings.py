@@ -106,7 +106,8 @@ class Verdict:
     draws_once: bool = False
     """Whether the parts were given what is drawn once for a batch, and what a run draws for each of them."""
     suspect: Cause | None = None
-    """How samples meet, where nothing is to blame: outputs and targets are broadcast, or places in a batch matter."""
+    """How samples meet, where nothing is to blame: outputs and targets are broadcast, places in a batch matter, or all
+    together have a loss that none has by itself."""
     pads: bool = False
     """Whether parts are padded otherwise than the whole, where nothing else is to blame."""
     is_time_first: bool = False

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from autoaccum.cli.app import main
-from autoaccum.cli.keeping import RUNS
+from autoaccum.cli.keeping import RUNS, Kept
 from autoaccum.memory.clock import ManualClock, using
 from tests.cli.conftest import TINY
 from tests.ranks.launching import launch
@@ -178,3 +178,10 @@ def test_ranks_have_the_directory_of_the_first(tmp_path: Path) -> None:
     assert first["resume_command"].startswith("torchrun ... -m autoaccum fit ")
     assert second == {}
     assert [line.split(",")[1] for line in rows.read_text().splitlines() if "StepReport" in line] == ["1", "2", "3"]
+
+
+def test_of_a_run_that_a_callback_has_ended_the_last_line_says_so() -> None:
+    kept = Kept(path="runs/a", resume_command="autoaccum fit a.py", report_command="autoaccum report runs/a")
+    assert kept.lines()[0] == "kept in runs/a, to go on: autoaccum fit a.py"
+    kept.is_stopped = True
+    assert kept.lines()[0].startswith("kept in runs/a, to go on, let the callback that has stopped it allow more: ")

@@ -73,3 +73,13 @@ def test_an_error_of_another_kind_comes_out_as_it_is() -> None:
     odd = Odd.__new__(Odd)
     odd["x"] = 1
     assert plain_collate([odd, odd])["x"].tolist() == [1, 1]
+
+
+def test_the_cure_for_pairs_of_different_lengths_pads_them() -> None:
+    samples = [(torch.ones(length, 2), length) for length in (2, 3)]
+    with pytest.raises(DataError, match="for pairs of a tensor and a number") as caught:
+        plain_collate(samples)
+    written = str(caught.value).partition("for pairs of a tensor and a number, ")[2].partition("; of a tokenizer")[0]
+    collate = eval(written, {"torch": torch})
+    inputs, targets = collate(samples)
+    assert (inputs.shape, targets.tolist()) == ((2, 3, 2), [2, 3])

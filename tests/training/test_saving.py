@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,7 @@ import pytest
 import torch
 from torch.nn.functional import cross_entropy
 from torch.optim.lr_scheduler import LambdaLR
+from torch.utils.data import DataLoader, TensorDataset
 
 import autoaccum
 from autoaccum.errors import ArgumentError, CheckpointCorruptError
@@ -135,3 +137,13 @@ def test_the_entries_are_those_of_the_first_version_in_their_order() -> None:
         "epoch", "epoch_samples", "epoch_seen", "samples_seen", "effective_batch", "windows", "reports",
         "_validated", "_validation_loss", "_best_loss", "device", "randomness",
     ]  # fmt: skip
+
+
+@pytest.mark.parametrize("shuffles", [True, False])
+def test_the_configuration_says_whether_a_loader_shuffles(tmp_path: Path, shuffles: bool) -> None:
+    data = DataLoader(TensorDataset(*classes(16)), batch_size=4, shuffle=shuffles)
+    autoaccum.fit(
+        mlp(), data, effective_batch=8, micro_batch=8, loss_fn=cross_entropy, run_dir=tmp_path, progress=False,
+        device="cpu", cache=False,
+    )  # fmt: skip
+    assert json.loads((tmp_path / "config.json").read_text())["shuffle"] is shuffles
