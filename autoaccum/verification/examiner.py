@@ -487,28 +487,29 @@ class Examiner:
         here = gradient.of_first_samples(window.num_samples)
         window = self._transaction.shared or window
         hypothesis = self._transaction.hypothesis
+        lost = here.uncounted if hypothesis == "num_items" else ()
+        error, leaves_out = None, bool(gradient.dropped or lost)
+        if leaves_out:
+            likely = hypothesis or readings.likely(self._job, gradient)
+            error = self._micro_batches.dropped(window, replace(here, dropped=(*here.dropped, *lost)), likely)
+        if error == math.inf:  # the loss of the whole is not a number either, and nothing else is told by it
+            self._transaction.drops_nan = self._transaction.drops_gradients = False
+            # The loss of a first window, which was finite without them, is looked at once more.
+            self.is_checked = self.is_checked and self._checked_in != self._number
+            return
         found = self._micro_batches.ones(window, here, hypothesis) if is_passed else None
         # What terms count is no matter where one weight was found for all of the loss.
         if found is None and here.doubts and hypothesis is not None and kinds_in(hypothesis) is not None:
             found = self._settle_doubts(window, here, hypothesis, most, said)
         if found is not None:
             self._fail(*found, said)
-        hypothesis = hypothesis or readings.likely(self._job, gradient)
-        lost = here.uncounted if hypothesis == "num_items" else ()
-        if not (gradient.dropped or lost):
-            return
-        error = self._micro_batches.dropped(window, replace(here, dropped=(*here.dropped, *lost)), hypothesis)
-        if error == math.inf:  # the loss of the whole is not a number either
-            self._transaction.drops_nan = self._transaction.drops_gradients = False
-            # The loss of a first window, which was finite without them, is looked at once more.
-            self.is_checked = self.is_checked and self._checked_in != self._number
-        elif error:
+        if error:
             notice = notices.uncounted_notice if lost else notices.dropped_notice
             self._fail(notice(error), error, said)
         elif error is not None:
             self._kinds.accept_nothing()
             self._transaction.signs.knows_nothing = True
-        elif not (self._kinds.nothing_is_known or lost):
+        elif leaves_out and not (self._kinds.nothing_is_known or lost):
             self._refuse_or_say(notices.unmeasured_notice("a loss that is not a number may count nothing"), None, said)
 
     def _settle_doubts(
