@@ -164,11 +164,29 @@ def inputs_and_targets(batch: Any) -> tuple[Any, Any]:
 
 
 def call(model: Any, inputs: Any) -> Any:
-    """Return the model's outputs for one micro-batch of inputs."""
-    if isinstance(inputs, torch.Tensor):  # by far the most frequent, and there are micro-batches of 100 µs
-        return model(inputs)
-    positional, keywords = _arguments(inputs)
-    return model(*positional, **keywords)
+    """Return the model's outputs for one micro-batch of inputs.
+
+    Raises:
+        DataError: its ``forward`` takes other arguments than these.
+    """
+    try:
+        if isinstance(inputs, torch.Tensor):  # by far the most frequent, and there are micro-batches of 100 µs
+            return model(inputs)
+        positional, keywords = _arguments(inputs)
+        return model(*positional, **keywords)
+    except TypeError as error:
+        if not _is_misfit(model, inputs):
+            raise
+        # What is none of these is one argument, as a tensor is.
+        cure = "If forward takes several, let the inputs be a tuple of them, or pass"
+        if isinstance(inputs, Mapping):
+            cure = _left_out(model, inputs)
+        elif isinstance(inputs, tuple | list):
+            cure = f"A {type(inputs).__name__} is passed on as an argument each: make one tensor of it, or pass"
+        raise DataError(
+            f"data: the model was called with the inputs of a batch, {mistakes.describe(inputs)}, and cannot take them "
+            f"({error}). {cure} training_step=(model, batch) -> loss."
+        ) from None
 
 
 def _arguments(inputs: Any) -> tuple[Sequence[Any], Mapping[str, Any]]:
@@ -191,25 +209,41 @@ def call_on_batch(model: Any, batch: Any, *, why: str = _NO_LOSS, cure: str | No
 
     Left out, the cure is that of a run whose model has to return its loss.
     """
+    positional, keywords = _arguments(batch)
     try:
-        return call(model, batch)
+        return model(*positional, **keywords)
     except TypeError as error:
-        # The model raises TypeErrors for reasons of its own, too. It was called wrongly only if its signature says so.
-        positional, keywords = _arguments(batch)
-        signature = inspect.signature(model.forward)
-        try:
-            signature.bind(*positional, **keywords)
-        except TypeError:
-            if cure is None and keywords:  # which loss_fn does not take apart
-                takes_any = any(each.kind is each.VAR_KEYWORD for each in signature.parameters.values())
-                extra = [repr(name) for name in keywords if not takes_any and name not in signature.parameters]
-                left_out = f"Leave {' and '.join(extra)} out of the data, or pass" if extra else "Pass"
-                cure = f"{left_out} training_step=(model, batch) -> loss."
-            raise DataError(
-                f"data: the model was called with all of a batch, {mistakes.describe(batch)}{why}, and cannot take it "
-                f"({error}). {cure or _IF_NO_LOSS}"
-            ) from None
-        raise
+        if not _is_misfit(model, batch):
+            raise
+        if cure is None and keywords:  # which loss_fn does not take apart
+            cure = f"{_left_out(model, keywords)} training_step=(model, batch) -> loss."
+        raise DataError(
+            f"data: the model was called with all of a batch, {mistakes.describe(batch)}{why}, and cannot take it "
+            f"({error}). {cure or _IF_NO_LOSS}"
+        ) from None
+
+
+def _is_misfit(model: Any, inputs: Any) -> bool:
+    """Return whether a model has no such arguments: it raises TypeErrors for reasons of its own, too."""
+    positional, keywords = _arguments(inputs)
+    try:
+        _signature(model).bind(*positional, **keywords)
+    except TypeError:
+        return True
+    return False
+
+
+def _signature(model: Any) -> inspect.Signature:
+    bare = getattr(model, "_orig_mod", model)  # what torch.compile wraps, and takes anything for
+    return inspect.signature(getattr(bare, "forward", bare))
+
+
+def _left_out(model: Any, keywords: Mapping[str, Any]) -> str:
+    """Return the beginning of a cure: which keywords a model does not know."""
+    parameters = _signature(model).parameters
+    takes_any = any(each.kind is each.VAR_KEYWORD for each in parameters.values())
+    extra = [repr(name) for name in keywords if not takes_any and name not in parameters]
+    return f"Leave {' and '.join(extra)} out of the data, or pass" if extra else "Pass"
 
 
 def _model_loss(outputs: Any) -> Any:

@@ -165,6 +165,43 @@ class TestRefuses:
             loss_function(None, None)(Open(2, 1), {"x": torch.zeros(4, 2)})
 
     @pytest.mark.parametrize(
+        ("inputs", "found"),
+        [
+            (
+                [torch.zeros(4)] * 3,
+                r"a list of 3, and .* but 4 were given\)\. A list .* make one tensor of it, or pass",
+            ),
+            (
+                {"input": torch.zeros(4, 2), "mask": None},
+                r"a value of type dict, and .* 'mask'\)\. Leave 'mask' out of the data, or pass",
+            ),
+            ({}, r"a value of type dict, and cannot take them \(.* missing 1 .*\)\. Pass"),
+        ],
+    )
+    @pytest.mark.parametrize("is_compiled", [False, True])
+    def test_inputs_that_the_model_does_not_take(self, inputs: Any, found: str, is_compiled: bool) -> None:
+        linear = nn.Linear(2, 1)
+        model = torch.compile(linear, backend="eager") if is_compiled else linear
+        with pytest.raises(
+            DataError, match=rf"the inputs of a batch, {found} training_step=\(model, batch\) -> loss\.$"
+        ):
+            loss_function(mse_loss, None)(model, (inputs, torch.zeros(4, 1)))
+
+    def test_a_model_that_takes_more_than_a_tensor(self) -> None:
+        told = r"shape \(4, 2\), and .* missing 1 .*\)\. If forward takes several, let the inputs be a tuple of them, or pass"
+        with pytest.raises(DataError, match=told):
+            loss_function(mse_loss, None)(nn.Bilinear(2, 2, 1), (torch.zeros(4, 2), torch.zeros(4, 1)))
+
+    def test_a_type_error_of_the_model_itself_is_its_own(self) -> None:
+        class Failing(nn.Linear):
+            def forward(self, input: torch.Tensor) -> torch.Tensor:
+                raise TypeError("of its own")
+
+        for inputs in (torch.zeros(4, 2), (torch.zeros(4, 2),)):
+            with pytest.raises(TypeError, match="of its own"):
+                loss_function(mse_loss, None)(Failing(2, 1), (inputs, torch.zeros(4, 1)))
+
+    @pytest.mark.parametrize(
         ("loss", "found"),
         [
             (torch.zeros(4, requires_grad=True), r"a tensor of shape \(4,\)"),
