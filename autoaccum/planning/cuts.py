@@ -9,6 +9,11 @@ Lengths = Sequence[int] | None
 """How long each sample of a window is, the longest first; None where they are alike."""
 
 
+def are_alike(lengths: Lengths) -> bool:
+    """Return whether the samples of a window all have one length, as those of a batch that was padded."""
+    return lengths is None or lengths[0] == lengths[-1]  # sorted by length
+
+
 @lru_cache(maxsize=64)
 def near_equal(total: int, count: int) -> tuple[int, ...]:
     """Return ``count`` sizes that sum to ``total`` and differ by one at most, the larger first.

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from autoaccum.planning import granules
-from autoaccum.planning.cuts import Lengths, cheapest, cut, cut_by_weight
+from autoaccum.planning.cuts import Lengths, are_alike, cheapest, cut, cut_by_weight
 from autoaccum.planning.history import History
 
 
@@ -61,11 +61,9 @@ class Cutter:
         """
         lengths = self.lengths_that_count(lengths)
         most = -(-num_samples // fewest)  # rounded up: as many micro-batches of that size hold the window
-        # Sorted by length, so that the ends tell whether all are alike.
-        if lengths is None or lengths[0] == lengths[-1]:
+        if lengths is None or are_alike(lengths):
             # One sample may weigh more than the weight, and still has to be run.
-            each = 1 if lengths is None else self.history.each(lengths)
-            return self.cut(num_samples, min(most, max(1, weight // each)))
+            return self.cut(num_samples, min(most, max(1, weight // self.history.each(lengths))))
         weights = [self.history.weight(length) for length in lengths]
         if self.granule > 1:
             sizes = granules.cut_by_weight(weights, weight, self.smallest, self.granule)

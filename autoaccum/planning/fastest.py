@@ -28,10 +28,22 @@ KNOWN = 1.25
 class Fastest:
     """The plan to use, of those whose micro-batches fit."""
 
-    def __init__(self, cutter: Cutter, largest: Callable[[], int], *, few_sizes: bool) -> None:
-        """Set up for windows that a cutter cuts; ``largest`` () -> the largest weight that fits, as far as is known."""
+    def __init__(
+        self, cutter: Cutter, largest: Callable[[], int], reach: Callable[[], int], *, few_sizes: bool
+    ) -> None:
+        """Set up.
+
+        Args:
+            cutter: cuts the windows.
+            largest: () -> the largest weight that fits, as far as is known.
+            reach: () -> the same, or a little more where it is expected to fit: see ``Largest.reach``.
+            few_sizes: whether no plan between those that are known is worth the size that it adds.
+        """
         self._cutter = cutter
-        self._largest = largest  # asked each time, for memory comes and goes while plans are compared
+        self._largest, self._reach = (
+            largest,
+            reach,
+        )  # asked each time, for memory comes and goes while plans are compared
         self.few_sizes = few_sizes
         """Whether no plan between those that are known is worth the size that it adds."""
         self.weight: int | None = None
@@ -40,6 +52,7 @@ class Fastest:
         """Seconds by weight, once plans were timed in this run or in an earlier one."""
         self.timing: Timing | None = None
         """The comparison of plans that goes on; None while there is none."""
+        self._timed: int | None = None  # the weight of the plan that is being timed
         self._timed_window: tuple[int, Lengths] = (0, None)  # to which the times of other windows are scaled
         self._broken_off = 0  # comparisons that windows of another size have ended
         self._not_full = 0  # windows in a row that are not full, and so cannot be compared
@@ -52,8 +65,7 @@ class Fastest:
     def planned(self) -> int:
         """Return the weight that plans are made of: that of the fastest, or the largest while that is not known."""
         # The fastest was found among those that fitted then.
-        largest = self._largest()
-        return largest if self.weight is None else min(self.weight, largest)
+        return self._reach() if self.weight is None else min(self.weight, self._largest())
 
     def recall(self, model: TimeModel | None) -> None:
         """Begin with the times of an earlier run, which two windows will have to confirm."""
@@ -70,14 +82,14 @@ class Fastest:
 
     def choose(self, *, is_settled: bool) -> None:
         """Keep the fastest plan where times are known, or begin to compare; do neither before a search has settled."""
-        self.timing = self.weight = None
+        self.timing = self.weight = self._timed = None
         self._not_full, self.surprising = 0, 0.0
         if not is_settled or not self._cutter.full_window[0]:
             return
         largest = self._largest()
         # Far beyond what was timed, times are a guess, and a wrong one would never show: there plans are compared.
         if self.model is not None and largest <= KNOWN * self.model.points[-1][0]:
-            self.weight = self.of(self.model, largest)
+            self.weight = self._unless(largest, self.of(self.model, largest))
             self._expect()
             return
         window = self._timed_window = self._cutter.full_window
@@ -108,7 +120,7 @@ class Fastest:
 
     def observe(self, seconds: float, num_samples: int, lengths: Lengths) -> None:
         """Take the time of a window; it is of use if the window was one of those that plans are made for."""
-        if self.timing is None or self.weight is None:
+        if self.timing is None or self._timed is None:
             return
         if num_samples != self._cutter.full_window[0]:
             self._not_full += 1
@@ -117,7 +129,7 @@ class Fastest:
         # Windows of a ramp, or of samples of other lengths, have a little more or less to do: what counts are the
         # seconds for as much work as the comparison's first window had. Padding is no work, but the plan's own doing.
         work = self._cutter.work((num_samples, lengths))
-        self.timing.observe(self.weight, seconds * self._cutter.work(self._timed_window) / work)
+        self.timing.observe(self._timed, seconds * self._cutter.work(self._timed_window) / work)
 
     def is_belied(self, seconds: float, weights: list[int]) -> bool:
         """Return whether a full window of such micro-batches shows that an earlier run's times are far off.
@@ -136,15 +148,20 @@ class Fastest:
         """Choose the plan of the next full window; return False while there is more to compare."""
         if self.timing is None:
             return True
-        self.weight = self.timing.next_weight()
-        if self.weight is not None and self._not_full < UNTIMED:
+        self._timed = self.timing.next_weight()
+        if self._timed is not None and self._not_full < UNTIMED:
+            self.weight = self._unless(self.timing.largest, self._timed)
             return False
         # All is known, or as much as ever will be.
-        self.weight, self.model = self.timing.fastest(), self.timing.model()
+        self.weight, self.model = self._unless(self.timing.largest, self.timing.fastest()), self.timing.model()
         self._rises = self.timing.rises()
         self.timing = None
         self._expect()
         return True
+
+    def _unless(self, largest: int, weight: int) -> int | None:
+        """Return a weight, or None for the largest of windows that differ: longer ones may have larger ones still."""
+        return None if weight == largest and self._cutter.full_window[1] is not None else weight
 
     def _expect(self) -> None:
         """Foretell what full windows take, unless they are run at once: then there are no larger plans to compare."""

@@ -17,7 +17,7 @@ from autoaccum.planning.attempts import length_at
 from autoaccum.planning.costs import MemoryModel, Trial
 from autoaccum.planning.cuts import Lengths
 from autoaccum.planning.cutter import Cutter
-from autoaccum.planning.fastest import Fastest
+from autoaccum.planning.fastest import KNOWN, Fastest
 from autoaccum.planning.limits import Limits
 from autoaccum.planning.patience import SURELY_MORE, Pressure
 from autoaccum.planning.searching import ENDLESS, Searching
@@ -63,6 +63,18 @@ class Largest:
         self._grown_from = 0
         # Whether the last window that was measured passed the target: only two in a row are believed.
         self._passed_limit = False
+
+    @property
+    def reach(self) -> int:
+        """Return the largest weight of plans: where lengths differ, a little more than was tried, if it should fit.
+
+        No two windows are alike there, and one that is heavier than all before by one token is not to be cut for that.
+        """
+        model, (fits, fails) = self._cutter.history.model, self._cutter.history.bounds
+        is_open = model is not None and fails is None and fits <= self.weight
+        if model is None or not is_open or self._search.is_on or not self._search.has_lengths:
+            return self.weight
+        return max(self.weight, min(int(KNOWN * self.weight), self._within(model, self._limits.limit_bytes)))
 
     # What trials say of it.
 
@@ -229,6 +241,20 @@ class Largest:
         self._search.goal, self._grown_from, self._search.is_on = goal, self.weight, True
         self._fastest.use_largest()
         self._pressure.grew()
+
+    def search_for(self, num_samples: int, lengths: Sequence[int]) -> None:
+        """Search again where a window is heavier than any before, and would be cut although more of it should fit."""
+        whole = self._cutter.heaviest(num_samples, self._cutter.each(lengths))
+        # Where something has failed, or smaller ones are the fastest, it is cut as others are.
+        is_settled = self._learns and not self._search.is_on and self._fastest.weight is None
+        model, weight = self._cutter.history.model, self.reach
+        if whole <= weight or not is_settled or model is None or self._cutter.history.bounds[1] is not None:
+            return
+        goal = min(whole, self._within(model, self._limits.limit_bytes), self.enough or ENDLESS)
+        cut = [len(self._cutter.weights_of((num_samples, lengths), most)) for most in (goal, weight)]
+        if WORTHWHILE * cut[0] <= cut[1]:
+            self._search.goal, self._grown_from, self._search.is_on = goal, self.weight, True
+            self.choose()
 
     def _within(self, model: MemoryModel, limit_bytes: int) -> int:
         """Return the largest weight that is expected to fit under a limit."""

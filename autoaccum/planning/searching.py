@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from autoaccum.planning.attempts import Piece, length_at
-from autoaccum.planning.cuts import Lengths
+from autoaccum.planning.cuts import Lengths, are_alike
 from autoaccum.planning.cutter import Cutter
 from autoaccum.planning.limits import Limits
 from autoaccum.planning.reach import reach
@@ -157,8 +157,8 @@ class Searching:
             weight = max(weight, self._surely(fits, num_samples))
         # Of samples that are alike, the size that the plan with as many micro-batches would have anyway.
         size = self._cutter.within(weight // each, num_samples)
-        if lengths is None and fits:
-            size = self._cutter.cut(num_samples, weight)[0]
+        if are_alike(lengths) and fits and size >= min(smallest, num_samples):
+            size = self._cutter.cut(num_samples, weight // each)[0]
         # Rounded to whole samples it may weigh no more than what has fitted, or be fewer than the smallest.
         return size if size * each > fits and size >= min(smallest, num_samples) else whole
 
@@ -192,7 +192,7 @@ class Searching:
 
         It is the trial itself where the window has no room for both.
         """
-        has_no_room = lengths is None and not self.has_room(trial, num_samples - planned)
+        has_no_room = are_alike(lengths) and not self.has_room(trial, num_samples - planned)
         if self._comes_first(trial, num_samples) or has_no_room:
             return trial
         return planned

@@ -60,8 +60,10 @@ class Timing:
         self._closely = closely
         # Seconds that a straight line foretells for the weights between two others, to see whether it is one.
         self._expected: dict[int, float] = {}
-        # Weights in the order in which they are timed: the largest first, to which all others are compared.
-        self._candidates = [max(cut(largest))]
+        # Weights in the order in which they are timed: the largest first.
+        self.largest = max(cut(largest))
+        """The weight of the plan that has the fewest micro-batches, to which all others are compared."""
+        self._candidates = [self.largest]
         self._candidates += self._promising()
         self._last: int | None = None  # the weight of the window before
 

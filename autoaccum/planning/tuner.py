@@ -78,7 +78,9 @@ class Tuner:
         """What micro-batches may take."""
         # These three ask each other: which plan is the fastest depends on which fit, and the search is over where
         # larger ones are known to be no faster. The first is told the weight of the third, which is yet to be made.
-        self._fastest = Fastest(self._cutter, lambda: self._largest.weight, few_sizes=few_sizes)
+        self._fastest = Fastest(
+            self._cutter, lambda: self._largest.weight, lambda: self._largest.reach, few_sizes=few_sizes
+        )
         self.search = Searching(
             self._cutter, self.limits, self._fastest.up_to, is_on=search, few_sizes=few_sizes, warms_up=warms_up
         )
@@ -246,6 +248,8 @@ class Tuner:
             # Weights of samples with lengths are in other units than those of samples without.
             if (lengths is not None) is not self.search.has_lengths and self._learns:
                 self._start_over(has_lengths=lengths is not None)
+            if lengths is not None:
+                self._largest.search_for(num_samples, lengths)
             # Until ``settle`` says which windows are full, the largest so far stands for them.
             if num_samples > self.full_window[0]:
                 self._cutter.full_window = (num_samples, lengths)

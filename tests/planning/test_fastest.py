@@ -29,7 +29,7 @@ def fastest(
     for size in sizes:
         trial = Trial(micro_batch=size, fits=True, peak_bytes=size, seconds=seconds(size), length=length)
         cutter.history.add(trial, reweigh=True)
-    return Fastest(cutter, lambda: largest, few_sizes=False)
+    return Fastest(cutter, lambda: largest, lambda: largest, few_sizes=False)
 
 
 def compare(made: Fastest, seconds: Callable[[int], float]) -> int:
@@ -111,13 +111,13 @@ def test_the_times_of_windows_are_compared_by_their_work() -> None:
     made = fastest((4, (2, 2, 2, 2)), largest=8, sizes=(1, 2, 4), length=2)
     made.choose(is_settled=True)
     while not made.compare():
-        if made.weight == 8:
+        if made.planned() == 8:
             made.observe(4.0, 4, (2, 2, 2, 2))
         else:
             made.observe(2.1, 4, (1, 1, 1, 1))
     assert made.model is not None
     assert dict(made.model.points)[4] == 2.1, "a micro-batch of two such windows' 4.2 seconds"
-    assert made.weight == 8
+    assert made.planned() == 8
 
 
 # When a comparison ends early.

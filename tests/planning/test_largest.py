@@ -32,7 +32,7 @@ class Parts:
         self.cutter = Cutter(smallest=smallest, ceiling=256, by_samples=not learns)
         self.cutter.full_window = (256, None)
         self.limits = Limits(limit_bytes, headroom)
-        self.fastest = Fastest(self.cutter, lambda: self.largest.weight, few_sizes=False)
+        self.fastest = Fastest(self.cutter, lambda: self.largest.weight, lambda: self.largest.reach, few_sizes=False)
         self.search = Searching(self.cutter, self.limits, self.fastest.up_to, is_on=learns, few_sizes=False)
         self.largest = Largest(self.cutter, self.limits, self.search, self.fastest, weight=weight, learns=learns)
 

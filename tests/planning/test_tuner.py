@@ -509,6 +509,31 @@ def test_samples_that_differ_in_length_meet_almost_no_error(per_length: float, p
     assert all(100 not in run.ooms for run in runs), "a longer sample than any before"
 
 
+@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("untold", [0, 4])
+@pytest.mark.parametrize(("shortest", "longest"), [(28, 29), (20, 30), (20, 80)])
+def test_batches_that_were_padded_are_run_whole_where_they_fit(
+    shortest: int, longest: int, untold: int, seed: int
+) -> None:
+    """As a ``collate_fn`` pads them, each to a length of its own: many are a little longer than all that were tried.
+
+    The lengths of the first ones may not be told, for these were alike.
+    """
+    rng = random.Random(seed)
+    length = 0
+    device = Device(
+        10**12,
+        peak=lambda size, length: 10**7 + 10**4 * size * length,
+        seconds=lambda size: 1 + 0.05 * size * length / longest,
+    )
+    training = Training(device, 32)
+    cuts = []
+    for window in range(100):
+        length = rng.randint(shortest, longest)
+        cuts.append(training.window(32, [length] * 32 if window >= untold else None))
+    assert cuts[20:] == [(32,)] * 80
+
+
 @given(
     windows=st.lists(st.tuples(st.integers(1, 50), st.booleans()), min_size=1, max_size=25),
     shares=st.lists(st.floats(0.3, 3), min_size=1, max_size=6),
@@ -779,7 +804,7 @@ def test_plans_are_not_timed_for_ever_where_no_window_is_full() -> None:
         tuner.settle(64)
     fastest = tuner._fastest
     fastest.timing = Timing(20, cut=lambda weight: (weight,) * (64 // weight), trials=[], choose=None)
-    fastest.timing._candidates, fastest.weight = [20, 10], 20
+    fastest.timing._candidates, fastest._timed = [20, 10], 20
     for _ in range(UNTIMED):
         assert tuner.is_timing
         tuner.timed(1.0, 63)
