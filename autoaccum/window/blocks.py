@@ -24,7 +24,7 @@ AS_GOOD = 0.02
 """Of candidates that are this near to each other in what is held, the one that computes the least twice is taken."""
 _STARTS = 8
 """Look for unions from so many of the candidates on, of which the least is held."""
-_CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
+_WITHOUT_FORWARD = (nn.ModuleList, nn.ModuleDict)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -72,7 +72,7 @@ def candidates(modules: Sequence[nn.Module], without: Collection[str] = ()) -> d
     # Also those that occur once, for they may be called again and again; the tape shows what comes of that.
     classes: dict[type, list[str]] = defaultdict(list)
     for name, module in usable.items():
-        if not isinstance(module, _CONTAINERS) and next(module.children(), None) is not None:
+        if not isinstance(module, _WITHOUT_FORWARD) and next(module.children(), None) is not None:
             classes[type(module)].append(name)
     for kind, members in classes.items():
         found[f"every {kind.__name__}"] = tuple(_outermost(members))

@@ -123,6 +123,21 @@ def test_of_classes_without_a_list() -> None:
     assert share < 0.6
 
 
+def test_of_sequential_blocks_without_a_list() -> None:
+    """As a UNet has them that is written by hand: ``self.down1 = block(1, 16)``, and an own class at the bottom."""
+
+    def block() -> nn.Module:
+        return nn.Sequential(nn.Linear(32, 128), nn.GELU(), nn.Linear(128, 32), nn.GELU())
+
+    model = Net()
+    model.down1, model.down2, model.up2, model.up1 = block(), block(), block(), block()  # type: ignore[assignment]
+    chosen, share = chosen_of(model)
+    assert chosen is not None
+    assert chosen.name == "every Sequential and every Block"
+    assert len(chosen.blocks) == 5
+    assert share < 0.6
+
+
 def test_of_a_block_that_is_called_again_and_again() -> None:
     chosen, share = chosen_of(Shared())
     assert chosen is not None
