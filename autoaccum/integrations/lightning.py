@@ -14,6 +14,7 @@ from autoaccum.integrations.lightning_checks import OPTIONS, refuse_module, refu
 from autoaccum.integrations.lightning_data import remade
 from autoaccum.integrations.lightning_evaluation import Evaluation
 from autoaccum.integrations.lightning_windows import Windows
+from autoaccum.integrations.short_epochs import ShortEpochs
 from autoaccum.training.synonyms import elsewhere, meant_by
 
 # There are two packages with the same content, and each has a Callback of its own: that of the one that is in use.
@@ -65,6 +66,7 @@ class AutoAccum(Callback):  # type: ignore[misc]
         self.effective_batch = effective_batch
         self._options = options
         self._windows: Windows | None = None
+        self._epochs = ShortEpochs()
         self._found: dict[str, Any] = {}  # what a checkpoint had, until there is somebody to take it
         self._wiring = ExitStack()  # what is to be undone at the end of a run
 
@@ -90,7 +92,7 @@ class AutoAccum(Callback):  # type: ignore[misc]
             refuse_module(pl_module)
             # There is no hook between a batch and its optimizer step: what makes the closure of that step is replaced,
             # on this one object. What is counted and saved stays where Lightning looks for it.
-            self._windows = Windows(trainer, self._options)
+            self._windows = Windows(trainer, self._options, self._epochs.events)
             self._put(trainer.fit_loop.epoch_loop.automatic_optimization, "_make_closure", self._windows.make_closure)
             self._remake_data(trainer)
             self._hold_batches(strategy, self._windows, trainer)
@@ -128,8 +130,14 @@ class AutoAccum(Callback):  # type: ignore[misc]
             return
         source, size = trainer.fit_loop._data_source, self.effective_batch
         stock = source.dataloader
+
         # Where it is asked for, for a hook may make a new one each epoch, and its length is read at once.
-        self._put(source, "dataloader", lambda: remade(stock(), size, trainer.world_size))
+        def of_windows() -> Any:
+            loader = remade(stock(), size, trainer.world_size)
+            self._epochs.look(loader.dataset, size)
+            return loader
+
+        self._put(source, "dataloader", of_windows)
 
     def _hold_batches(self, strategy: Any, windows: Windows, trainer: Any) -> None:
         """Have batches of training stay on the host while they are whole."""

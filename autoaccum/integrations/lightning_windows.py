@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from typing import Any
 
@@ -11,6 +11,7 @@ import torch
 
 from autoaccum.data.splits import split_of
 from autoaccum.errors import DataError
+from autoaccum.events import Event
 from autoaccum.integrations.lightning_carried import Carried
 from autoaccum.integrations.lightning_checks import refuse_optimizers
 from autoaccum.integrations.lightning_records import Records
@@ -20,13 +21,15 @@ from autoaccum.training.accumulator import Accumulator
 class Windows:
     """Runs each batch of a run's loop as one window, by an ``Accumulator`` of its optimizer."""
 
-    def __init__(self, trainer: Any, options: Mapping[str, Any]) -> None:
+    def __init__(self, trainer: Any, options: Mapping[str, Any], said: Sequence[Event] = ()) -> None:
         """Set up; the optimizer is not there yet.
 
         Args:
             trainer: whose loop it is.
             options: arguments of the ``Accumulator``.
+            said: events from before there is one, which come first of its own.
         """
+        self._said = said
         self._trainer = trainer
         self._options = dict(options)
         self._loop = trainer.fit_loop.epoch_loop.automatic_optimization
@@ -102,6 +105,7 @@ class Windows:
             self.accumulator = Accumulator(
                 self._trainer.lightning_module, optimizer, training_step=self._micro_batch, **self._options
             )
+            self.accumulator.events.extend(self._said)
             if self._found:
                 self.accumulator.load_state_dict(self._found)
             self._found, self._key = {}, key

@@ -23,6 +23,7 @@ import torch
 from torch import nn
 from transformers import Trainer
 
+from autoaccum.integrations.short_epochs import ShortEpochs
 from autoaccum.integrations.trainer_arguments import (
     options_in,
     refuse,
@@ -61,6 +62,7 @@ class AutoAccumMixin(Trainer):  # type: ignore[misc]  # of no known type where t
         refuse_unknown(super().__init__, keywords)
         self.accumulator: Accumulator | None = None
         """What runs the windows; its ``events`` tell how they were cut. None before the first step."""
+        self._epochs = ShortEpochs()
         self._of: tuple[Any, Any] | None = None  # the model and the optimizer that it was made for
         self._found: dict[str, Any] | None = None  # of a checkpoint, until there is an accumulator to take it
         changed = [of_windows(type(self), value, effective_batch) for value in arguments]
@@ -85,9 +87,11 @@ class AutoAccumMixin(Trainer):  # type: ignore[misc]  # of no known type where t
         # yields each rank's share from the rank's own copy of the data, those without a length included.
         placement, self.accelerator.device_placement = self.accelerator.device_placement, False
         try:
-            return super().get_train_dataloader()
+            loader = super().get_train_dataloader()
         finally:
             self.accelerator.device_placement = placement
+        self._epochs.look(getattr(loader, "dataset", None), self.args.train_batch_size * self.args.world_size)
+        return loader
 
     def _prepare_for_training(self, *arguments: Any, **keywords: Any) -> Any:
         """Prepare as the trainer does, without wrapping the model for several ranks: windows join these themselves."""
@@ -123,6 +127,7 @@ class AutoAccumMixin(Trainer):  # type: ignore[misc]  # of no known type where t
         if self.accumulator is None or self._of != (model, optimizer):
             self._of = (model, optimizer)
             self.accumulator = Accumulator(model, optimizer, **self._loss_arguments(model, optimizer))
+            self.accumulator.events.extend(self._epochs.events)
         if self._found is not None:
             self.accumulator.load_state_dict(self._found)
             self._found = None

@@ -12,11 +12,12 @@ from typing import Any, Protocol
 from autoaccum._kinds import Check, a, below, every, number, of_record, optional, parts, refuse, whole
 from autoaccum.data.base import Reader, Window
 from autoaccum.errors import EmptyDatasetError
-from autoaccum.events import Notice, StepReport
+from autoaccum.events import StepReport
 from autoaccum.planning.budget import Budget
 from autoaccum.planning.saved import PLAN
 from autoaccum.planning.schedules import REPORTS, Constant, Progress, Schedule
 from autoaccum.planning.tuner import Tuner
+from autoaccum.window import notices
 from autoaccum.window.announcer import Announcer
 
 
@@ -114,13 +115,7 @@ class Pace:
         if there is None or asked <= there:
             return asked
         # Not an error: a schedule may grow past the data, and a window of all samples is what was asked for at best.
-        self._step.announcer.say_once(
-            Notice(
-                cause=f"effective_batch={asked} is more than the data's {there} samples",
-                consequence=f"Every epoch is one window of {there} samples",
-                cure=f"Pass effective_batch={there} to say so, or more data",
-            )
-        )
+        self._step.announcer.say_once(notices.more_than_there_are(asked, there))
         return there
 
     def _allowed(self, asked: int) -> int:

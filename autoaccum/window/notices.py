@@ -20,6 +20,15 @@ def nothing_counts(step: int) -> Notice:
     )
 
 
+def more_than_there_are(effective_batch: int, num_samples: int) -> Notice:
+    """Say that a step asks for more samples than the data has."""
+    return Notice(
+        cause=f"effective_batch={effective_batch} is more than the data's {num_samples} samples",
+        consequence=f"Every epoch is one window of {num_samples} samples",
+        cure=f"Pass effective_batch={num_samples} to say so, or more data",
+    )
+
+
 def run_twice() -> Notice:
     """Say that windows are run twice, for it is not known beforehand what the terms of their loss count."""
     return Notice(

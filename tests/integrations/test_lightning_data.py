@@ -15,6 +15,7 @@ from lightning.pytorch.utilities import CombinedLoader
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, SequentialSampler
 
 from autoaccum import errors
+from autoaccum.events import Notice
 from autoaccum.integrations.lightning import AutoAccum
 from autoaccum.integrations.lightning_data import remade
 from tests.integrations.lightning_runs import QUIET, Classifier, Watch, data_of, module_of, run, trainer_of
@@ -85,6 +86,15 @@ class TestRemade:
 
 
 class TestInARun:
+    def test_of_fewer_samples_than_a_step_asks_for_that_is_told(self) -> None:
+        callback = AutoAccum(80, micro_batch=20)
+        with pytest.warns(
+            errors.AutoaccumWarning, match="effective_batch=80 is more than the data's 60 samples"
+        ) as caught:
+            run(module_of(Classifier), 4, callback, max_steps=3)
+        assert len([w for w in caught if "more than the data" in str(w.message)]) == 1
+        assert isinstance(callback.accumulator.events[0], Notice)
+
     def test_of_a_stream(self) -> None:
         expected = run(module_of(Classifier), 16, data=DataLoader(Streamed(), 16), max_steps=6)
         found = run(module_of(Classifier), 4, AutoAccum(16, micro_batch=5), data=DataLoader(Streamed(), 4), max_steps=6)

@@ -15,7 +15,8 @@ pytest.importorskip("transformers")
 
 from transformers import EarlyStoppingCallback, Trainer
 
-from autoaccum.events import OutOfMemory, Verified
+from autoaccum.errors import AutoaccumWarning
+from autoaccum.events import Notice, OutOfMemory, Verified
 from autoaccum.integrations.transformers import AutoAccumMixin, AutoAccumTrainer
 from autoaccum.testing import oom_at, simulated_memory
 from tests.integrations.trainer_runs import (
@@ -104,6 +105,17 @@ class TestMemory:
 
 class TestTheLoop:
     """What the library's own tests ask of accumulation: one log, one step of optimizer and scheduler per window."""
+
+    def test_an_effective_batch_beyond_the_data_is_told(self, tmp_path: Path) -> None:
+        args = arguments(tmp_path, max_steps=2)
+        with pytest.warns(AutoaccumWarning, match="effective_batch=40 is more than the data's 24 samples") as caught:
+            found = train(AutoAccumTrainer, made(gpt2), args, texts(24), effective_batch=40)
+        assert len([w for w in caught if "more than the data" in str(w.message)]) == 1
+        first = found.trainer.accumulator.events[0]
+        assert isinstance(first, Notice)
+        assert first.consequence == "Every epoch is one window of 24 samples"
+        found = train(AutoAccumTrainer, made(gpt2), args, texts(24), effective_batch=24)
+        assert not any(isinstance(event, Notice) for event in found.trainer.accumulator.events)
 
     def test_all_is_called_and_logged_once_per_window(self, tmp_path: Path) -> None:
         options = {"num_train_epochs": 2, "max_steps": -1, "warmup_steps": 3, "lr_scheduler_type": "cosine"}

@@ -1,0 +1,27 @@
+"""Says, of a loop that is not ours, that a step asks for more samples than an epoch has."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from autoaccum.events import Event
+from autoaccum.window import notices
+from autoaccum.window.announcer import Announcer
+
+
+class ShortEpochs:
+    """Looks at the datasets of a run, before there is an ``Accumulator`` that could say what is wrong with one."""
+
+    def __init__(self) -> None:
+        self.events: list[Event] = []
+        """What was said, for the events of the accumulator."""
+        self._announcer = Announcer(self.events.append)
+
+    def look(self, dataset: Any, effective_batch: int) -> None:
+        """Say once that a dataset has fewer samples than each step asks for; nothing of a stream."""
+        try:
+            there = len(dataset)
+        except TypeError:
+            return
+        if there < effective_batch:
+            self._announcer.say_once(notices.more_than_there_are(effective_batch, there))
