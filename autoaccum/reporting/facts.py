@@ -166,6 +166,26 @@ def _settled(run: Run) -> list[tuple[int, tuple[int, ...], str]]:
     return found
 
 
+def tried_again(run: Run) -> list[tuple[int, int, tuple[int, ...]]]:
+    """Return (first step, number, plan before) of windows that were cut otherwise until another plan was settled on.
+
+    As where windows took other times than those by which the first was chosen, so that plans were compared once more.
+    """
+    steps, asked = run.windows["step"], run.windows["effective_batch"]
+    largest, number = run.windows["micro_batch"], run.windows["accumulation_steps"]
+    # What else has changed between two of them is told by itself.
+    changes = np.concatenate([run.events[name]["step"] for name in ("Replanned", "MemorySaving")])
+    found = []
+    for (after, sizes, _), (until, _, _) in pairwise(_settled(run)):
+        if np.any((changes > after) & (changes <= until)):
+            continue
+        is_full = (steps > after) & (steps <= until) & (asked == sum(sizes))
+        others = steps[is_full & ((largest != max(sizes)) | (number != len(sizes)))]
+        if len(others):
+            found.append((int(others[0]), len(others), sizes))
+    return found
+
+
 def periods(run: Run) -> list[Period]:
     """Return how windows were to be cut, in order; a prediction stands for as long as its micro-batch is planned."""
     steps = run.windows["step"]
@@ -296,7 +316,9 @@ def _changes(run: Run) -> Answer:
         step, sizes, reason = plans[-1]
         last = ":" if len(plans) == 2 else ", the last time"
         again = f"It settled on another plan {_times(len(plans) - 1)}{last} {cut_text(sizes)}"
-        sentences.append(f"{again} after {_many(step, 'window')}, for {reason}.")
+        others = sum(number for _, number, _ in tried_again(run))
+        between = f"; {_many(others, 'window')} in between tried other plans" if others else ""
+        sentences.append(f"{again} after {_many(step, 'window')}, for {reason}{between}.")
     if changed:
         reasons = Counter(reason for *_, reason in changed).most_common(4)  # more would be a list and no answer
         listed = ", ".join(reason if count == 1 else f"{reason} ({count} times)" for reason, count in reasons)

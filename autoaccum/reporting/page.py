@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import time
 from collections.abc import Mapping, Sequence
@@ -14,7 +15,7 @@ from autoaccum._units import format_bytes
 from autoaccum._version import __version__
 from autoaccum.memory import clock
 from autoaccum.reporting.columns import Run, load_run
-from autoaccum.reporting.facts import Answer, Facts, facts_of, format_seconds
+from autoaccum.reporting.facts import Answer, Facts, facts_of, format_seconds, tried_again
 from autoaccum.reporting.hover import described, html_legend
 from autoaccum.reporting.lines import News, cut_text, is_scheduled
 from autoaccum.reporting.plots import comparison, pictures, png, svg
@@ -197,11 +198,15 @@ def _plans(run: Run) -> str:
     plans: list[tuple[Any, ...]] = [(*plan, None) for plan in settled]
     plans += zip(*(replanned[field] for field in ("step", "time", "new", "reason", "old")), strict=True)
     # Texts in place of sizes.
-    plans += zip(*(saved[field] for field in ("step", "time", "new", "reason", "old")), strict=True)
+    saved_by = zip(*(saved[field] for field in ("step", "time", "new", "reason", "old")), strict=True)
+    plans += [(*rest, f"memory saving {old}") for *rest, old in saved_by]
+    for step, number, sizes in tried_again(run):
+        why = "what is the fastest was compared again" + (f", for {number:,} windows" if number > 1 else "")
+        plans.append((step, -math.inf, "other plans", why, cut_text(sizes)))
     rows, is_news = [], News()
     for step, _, new, reason, old in sorted(plans, key=lambda plan: plan[:2]):
         if isinstance(new, str):
-            rows.append([number_cell(int(step)), escaped(f"memory saving {old}"), escaped(new), escaped(reason)])
+            rows.append([number_cell(int(step)), escaped(old), escaped(new), escaped(reason)])
             continue
         if (old is not None and not is_scheduled(old, new)) or is_news(new):
             before, why = ("", f"planned, for {reason}") if old is None else (cut_text(old), reason)

@@ -11,11 +11,12 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from autoaccum.errors import MissingExtraError
 from autoaccum.reporting.columns import Run
 from autoaccum.reporting.curves import SMOOTH, Values, binned, smoothed, thinned
-from autoaccum.reporting.facts import periods, replans
+from autoaccum.reporting.facts import Period, periods, replans
 
 try:
     import matplotlib
@@ -401,9 +402,9 @@ def _draw_memory(axes: Axes, run: Run) -> None:
     # A line for each prediction over the windows that it was good for; the first is named in the legend.
     for index, period in enumerate([p for p in periods(run) if p.predicted_bytes is not None]):
         predicted = (period.predicted_bytes or 0) / unit
-        span = [edges[period.first], edges[period.end]]
         label = "_predicted" if index else "predicted"
-        axes.plot(span, [predicted] * 2, "--", color=ORANGE, linewidth=1.8, label=label)
+        at = _within(run, period, edges)
+        axes.plot(at, np.full(len(at), predicted), "--", color=ORANGE, linewidth=1.8, label=label)
     if near:
         at, allowed = thinned(x, limit / unit)
         axes.plot(at, allowed, color=RED, drawstyle="steps-pre", linewidth=1.2, label="limit")
@@ -419,6 +420,14 @@ def _draw_memory(axes: Axes, run: Run) -> None:
         )
     axes.set_ylim(0, 1.08 * max(float(limit.max()) if near else 0.0, float(peak.max())) / unit or 1.0)
     axes.set_ylabel(name)
+
+
+def _within(run: Run, period: Period, edges: NDArray[np.float64]) -> NDArray[np.float64]:
+    """Return both ends of each stretch of a period, with a gap for windows that tried more than was foretold."""
+    is_larger = run.windows["micro_batch"][period.first : period.end] > period.micro_batch
+    borders = np.flatnonzero(np.diff(np.concatenate(([True], is_larger, [True]))))
+    ends = edges[period.first + borders].astype(float)
+    return np.insert(ends, np.arange(2, len(ends), 2), np.nan)
 
 
 def _draw_batch(axes: Axes, run: Run) -> None:

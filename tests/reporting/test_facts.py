@@ -295,6 +295,17 @@ def test_every_plan_that_was_settled_on_is_told(of: Any) -> None:
     assert "It settled on another plan twice, the last time 4 x 2 after 3 windows, for r. How memory" in told
 
 
+def test_windows_that_tried_other_plans_between_two_are_told(of: Any) -> None:
+    """As where times were not those by which the first was chosen: it is not what ran until the second was settled."""
+    records = [report(1), planned(4, 4, step=1), report(2), report(3, (8,)), report(4, (2,) * 4), report(5, (3,))]
+    facts = of(*records, planned(8, step=5, reason="s"), report(6, (8,)))
+    told = answer(facts, "What changed")[0]
+    assert told == (
+        "It settled on 4 x 2 after 1 window, for r. It settled on another plan once: 8 x 1 after 5 windows, for s; "
+        "2 windows in between tried other plans."
+    )
+
+
 def test_nothing_changed(of: Any) -> None:
     assert answer(of(report(1)), "What changed")[0] == "Nothing made it re-plan."
 

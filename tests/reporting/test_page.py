@@ -215,6 +215,13 @@ def test_plans_stand_in_the_order_in_which_they_began(tmp_path: Path) -> None:
     assert [row[2] for row in rows] == ["4 x 2", "every second block", "8 x 1", "4 x 2", "4 x 2"]
 
 
+def test_windows_that_tried_others_stand_between_two_plans(tmp_path: Path) -> None:
+    write(tmp_path, report(1), planned(4, 4, step=1), report(2), report(3, (8,)), report(4, (8,)), planned(8, step=4))
+    rows = page_of(tmp_path).rows[1:]
+    assert rows[1] == ["3", "4 x 2", "other plans", "what is the fastest was compared again, for 2 windows"]
+    assert [row[0] for row in rows] == ["2", "3", "5"]
+
+
 def test_of_a_ramp_the_table_has_what_is_news(tmp_path: Path) -> None:
     ramp = [
         Replanned(step=step, old=(99 + step,), new=(100 + step,), reason=f"the effective batch is {100 + step} now")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import subprocess
 import sys
 from pathlib import Path
@@ -67,13 +68,22 @@ def test_curves_go_over_samples(run: Run) -> None:
     assert drawn(found["gradient-norm"], "each window") == [(8, 1), (16, 2), (24, 3)]
 
 
-def test_memory_stands_beside_its_limit_and_its_prediction(run: Run) -> None:
+def test_memory_stands_beside_its_limit_and_its_prediction(run: Run, tmp_path: Path) -> None:
     """The prediction is drawn where it was good for the plan: from the end of the first window to that of the second."""
     figure = pictures(run)["memory"]
     assert figure.axes[0].get_ylabel() == "MiB"
     assert drawn(figure, "peak of a window") == [(8, 1), (16, 2), (24, 3)]
     assert drawn(figure, "limit") == [(8, 4), (16, 4), (24, 4)]
     assert drawn(figure, "predicted") == [(8, 3), (16, 3)]
+    tried = [report(1), planned(4, 4, step=1, predicted_bytes=3 * MIB), report(2), report(3, (8,)), report(4)]
+    figure = pictures(load_run(write(tmp_path / "tried", started(), *tried)))["memory"]
+    ends = drawn(figure, "predicted")
+    assert [at for at, _ in ends if not math.isnan(at)] == [8, 16, 24, 32], "not of a window that tried more"
+    assert math.isnan(ends[2][0])
+
+
+def test_the_limit_stands_with_its_headroom(run: Run) -> None:
+    figure = pictures(run)["memory"]
     (band,) = figure.axes[0].collections
     assert band.get_label() == "headroom"
     low, high = band.get_datalim(figure.axes[0].transData).intervaly
