@@ -14,6 +14,11 @@ def are_alike(lengths: Lengths) -> bool:
     return lengths is None or lengths[0] == lengths[-1]  # sorted by length
 
 
+def is_padded(lengths: Lengths) -> bool:
+    """Return whether they are told to have one length, which may be another one in each window."""
+    return lengths is not None and are_alike(lengths)
+
+
 @lru_cache(maxsize=64)
 def near_equal(total: int, count: int) -> tuple[int, ...]:
     """Return ``count`` sizes that sum to ``total`` and differ by one at most, the larger first.

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from typing import Any
 
 from autoaccum.planning.costs import TimeModel
-from autoaccum.planning.cuts import Lengths
+from autoaccum.planning.cuts import Lengths, is_padded
 from autoaccum.planning.cutter import Cutter
 from autoaccum.planning.timing import Timing
 
@@ -160,8 +160,8 @@ class Fastest:
         return True
 
     def _unless(self, largest: int, weight: int) -> int | None:
-        """Return a weight, or None for the largest of windows that differ: longer ones may have larger ones still."""
-        return None if weight == largest and self._cutter.full_window[1] is not None else weight
+        """Return a weight, or None for the largest of padded windows: longer ones may have larger ones still."""
+        return None if weight == largest and is_padded(self._cutter.full_window[1]) else weight
 
     def _expect(self) -> None:
         """Foretell what full windows take, unless they are run at once: then there are no larger plans to compare."""

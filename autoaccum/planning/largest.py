@@ -15,7 +15,7 @@ from autoaccum._units import format_bytes
 from autoaccum.errors import NothingFitsError
 from autoaccum.planning.attempts import length_at
 from autoaccum.planning.costs import MemoryModel, Trial
-from autoaccum.planning.cuts import Lengths
+from autoaccum.planning.cuts import Lengths, is_padded
 from autoaccum.planning.cutter import Cutter
 from autoaccum.planning.fastest import KNOWN, Fastest
 from autoaccum.planning.limits import Limits
@@ -66,13 +66,13 @@ class Largest:
 
     @property
     def reach(self) -> int:
-        """Return the largest weight of plans: where lengths differ, a little more than was tried, if it should fit.
+        """Return the largest weight of plans: of padded windows a little more than was tried, if that should fit.
 
-        No two windows are alike there, and one that is heavier than all before by one token is not to be cut for that.
+        Each has a length of its own, and one that is longer than all before by a token is not to be cut for that.
         """
         model, (fits, fails) = self._cutter.history.model, self._cutter.history.bounds
         is_open = model is not None and fails is None and fits <= self.weight
-        if model is None or not is_open or self._search.is_on or not self._search.has_lengths:
+        if model is None or not is_open or self._search.is_on or not is_padded(self._cutter.full_window[1]):
             return self.weight
         return max(self.weight, min(int(KNOWN * self.weight), self._within(model, self._limits.limit_bytes)))
 
@@ -243,8 +243,9 @@ class Largest:
         self._pressure.grew()
 
     def search_for(self, num_samples: int, lengths: Sequence[int]) -> None:
-        """Search again where a window is heavier than any before, and would be cut although more of it should fit."""
-        whole = self._cutter.heaviest(num_samples, self._cutter.each(lengths))
+        """Search again where a padded window is heavier than any before, and would be cut although more should fit."""
+        # Of one whose samples differ in length a larger micro-batch is padded more, and is no gain in itself.
+        whole = self._cutter.heaviest(num_samples, self._cutter.each(lengths)) if is_padded(lengths) else 0
         # Where something has failed, or smaller ones are the fastest, it is cut as others are.
         is_settled = self._learns and not self._search.is_on and self._fastest.weight is None
         model, weight = self._cutter.history.model, self.reach
