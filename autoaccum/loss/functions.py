@@ -12,6 +12,7 @@ import torch
 
 from autoaccum import _checks
 from autoaccum.errors import (
+    ArgumentTypeError,
     ConflictingArgumentsError,
     DataError,
     LossWithoutGradError,
@@ -64,8 +65,8 @@ def loss_function(
             "training_step", training_step, "loss_fn", "A training_step computes the whole loss: leave loss_fn out."
         )
     if before_window is not None:
-        return _explaining(_with_shared(loss_fn, training_step))
-    return _explaining(_loss_of(loss_fn, training_step))
+        return _explaining(_with_shared(loss_fn, training_step), loss_fn)
+    return _explaining(_loss_of(loss_fn, training_step), loss_fn)
 
 
 def _loss_of(loss_fn: Callable[..., Any] | None, training_step: Callable[..., Any] | None) -> LossOf:
@@ -82,8 +83,8 @@ def _loss_of(loss_fn: Callable[..., Any] | None, training_step: Callable[..., An
     return lambda model, batch: checked(_model_loss(call_on_batch(model, batch)), "the model")
 
 
-def _explaining(loss_of: LossOf) -> LossOf:
-    """Make the same loss, whose errors of types name the part of a batch that is of another type."""
+def _explaining(loss_of: LossOf, loss_fn: Callable[..., Any] | None) -> LossOf:
+    """Make the same loss, whose errors of types name the part of a batch that is of another type, or the function."""
 
     def explaining(model: Any, batch: Any) -> torch.Tensor | Computed:
         # A try costs nothing until something is raised.
@@ -91,6 +92,9 @@ def _explaining(loss_of: LossOf) -> LossOf:
             return loss_of(model, batch)
         except (TypeError, AttributeError, RuntimeError, IndexError, ValueError) as error:
             given = batch.batch if isinstance(batch, Beside) else batch
+            if loss_fn is not None and "'Tensor' object is not callable" in str(error):
+                cure = "It has called a tensor: one that takes (model, batch) is a training_step, pass training_step=."
+                raise ArgumentTypeError("loss_fn", loss_fn, "a function (outputs, targets) -> loss", cure) from error
             if (found := mistaken(error, model, given)) is None:
                 raise
             raise found from error

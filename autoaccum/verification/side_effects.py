@@ -28,7 +28,7 @@ class SideEffects:
             LossSideEffectError: there are other ones, or they were written to.
         """
         if self._versions() != self._before:
-            raise LossSideEffectError("training_step or the model")
+            raise LossSideEffectError("loss_fn, training_step or the model")
 
     def refuse_in(self, compute: Callable[[], T]) -> T:
         """Return what is computed, if that leaves gradients as they are.

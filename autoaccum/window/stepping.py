@@ -456,7 +456,7 @@ class Strays:
             return
         # Gradients are being added up: this step would be on a part of them, and a replay would take it again.
         if any(window.is_open for window in self.windows):
-            raise LossSideEffectError("training_step or the model", "called optimizer.step()")
+            raise LossSideEffectError("loss_fn, training_step or the model", "called optimizer.step()")
         # Whoever passes a closure computes a gradient by it, and that is not there yet.
         closure = args[1] if len(args) > 1 else kwargs.get("closure")
         if self._left is not None and closure is None and self._is_as_left(optimizer):

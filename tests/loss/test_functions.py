@@ -11,7 +11,14 @@ import torch
 from torch import nn
 from torch.nn.functional import mse_loss
 
-from autoaccum.errors import ConflictingArgumentsError, DataError, LossError, LossWithoutGradError, NonScalarLossError
+from autoaccum.errors import (
+    ArgumentTypeError,
+    ConflictingArgumentsError,
+    DataError,
+    LossError,
+    LossWithoutGradError,
+    NonScalarLossError,
+)
 from autoaccum.loss.functions import call, loss_function
 from autoaccum.loss.stated import Computed, total
 
@@ -191,6 +198,11 @@ class TestRefuses:
         told = r"shape \(4, 2\), and .* missing 1 .*\)\. If forward takes several, let the inputs be a tuple of them, or pass"
         with pytest.raises(DataError, match=told):
             loss_function(mse_loss, None)(nn.Bilinear(2, 2, 1), (torch.zeros(4, 2), torch.zeros(4, 1)))
+
+    def test_a_training_step_that_is_passed_as_loss_fn(self) -> None:
+        told = r"loss_fn=.*: expected a function \(outputs, targets\) -> loss\. It has called a tensor: .* pass training_step="
+        with pytest.raises(ArgumentTypeError, match=told):
+            loss_function(lambda model, batch: model(batch), None)(nn.Linear(2, 1), (torch.zeros(4, 2), torch.zeros(4)))
 
     def test_a_type_error_of_the_model_itself_is_its_own(self) -> None:
         class Failing(nn.Linear):

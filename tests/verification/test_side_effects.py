@@ -50,7 +50,7 @@ def test_a_change_is_refused(change: Callable[[list[nn.Parameter]], None]) -> No
     before = [p.grad for p in made]  # alive, so that none of another's place is taken for it
     found = SideEffects(made)
     change(made)
-    with pytest.raises(LossSideEffectError, match="training_step or the model"):
+    with pytest.raises(LossSideEffectError, match="loss_fn, training_step or the model"):
         found.refuse()
     assert before[0] is not None
 
