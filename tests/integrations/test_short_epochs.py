@@ -1,0 +1,30 @@
+"""Steps of other loops that ask for more samples than an epoch has."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import pytest
+
+from autoaccum.errors import AutoaccumWarning
+from autoaccum.integrations.short_epochs import ShortEpochs
+
+
+def test_they_are_told_once_and_kept_for_who_asks_later() -> None:
+    made = ShortEpochs()
+    with pytest.warns(AutoaccumWarning, match="effective_batch=9 is more than the data's 8 samples") as caught:
+        made.look(range(8), 9)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        made.look(range(8), 9)
+    assert [str(event) for event in made.events] == [str(caught[0].message)]
+
+
+@pytest.mark.parametrize("dataset", [range(9), iter(range(8)), None], ids=["enough", "a stream", "nothing"])
+def test_nothing_is_told_of_enough_or_of_a_stream(dataset: Any) -> None:
+    made = ShortEpochs()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        made.look(dataset, 9)
+    assert made.events == []
