@@ -125,7 +125,7 @@ class Narrator:
             f"{samples} samples{',' if since else ''} {took}\n"
             f"loss {self._first.loss:.4f} -> {self.last.loss:.4f}{since}{outputs}{validated}\n"
             f"micro-batches {cut_text(self.plan or self._full.micro_batches)}, {counted(self._replays, 'replay')}, "
-            f"peak {format_bytes(self._peak_bytes)} of {format_bytes(self.last.limit_bytes)}"
+            f"peak {format_bytes(self._peak_bytes)} of {format_bytes(self.last.limit_bytes)}{since}"
         )
 
 

@@ -141,7 +141,9 @@ def test_samples_of_before_a_resume_are_not_this_runs_speed() -> None:
         clock.advance(2.0)
         told = str(tell(Finished(step=11, reason="budget")))
         assert "88 samples, of which 8 now, in 2.0 s (4 samples/s)" in told
-        assert " since step 10" in told
+        loss, memory = told.splitlines()[1:3]
+        assert " since step 10" in loss
+        assert memory.endswith(" GiB since step 10"), "replays and the peak are of this process too"
 
 
 def test_a_schedule_changes_the_batch_and_memory_does_not() -> None:
