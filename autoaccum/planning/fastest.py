@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from autoaccum.planning.costs import TimeModel
+from autoaccum.planning.costs import TimeModel, fit_time_model
 from autoaccum.planning.cuts import Lengths, is_padded
 from autoaccum.planning.cutter import Cutter
 from autoaccum.planning.timing import Timing
@@ -127,9 +127,20 @@ class Fastest:
             return
         self._not_full = 0
         # Windows of a ramp, or of samples of other lengths, have a little more or less to do: what counts are the
-        # seconds for as much work as the comparison's first window had. Padding is no work, but the plan's own doing.
-        work = self._cutter.work((num_samples, lengths))
-        self.timing.observe(self._timed, seconds * self._cutter.work(self._timed_window) / work)
+        # seconds for as much work as the comparison's first window had.
+        self.timing.observe(self._timed, seconds * self._share((num_samples, lengths)))
+
+    def _share(self, window: tuple[int, Lengths]) -> float:
+        """Return how many times as much the comparison's first window has to do as another one."""
+        # Padding is no work, but the plan's own doing. Where all are padded alike, trials tell more: a short window is
+        # no share of a long one in what each micro-batch costs whatever it holds.
+        rough = fit_time_model(self._cutter.history.in_weights)
+        windows = self._timed_window, window
+        if rough is not None and all(is_padded(lengths) for _, lengths in windows):
+            timed, now = (sum(map(rough.predict, self._cutter.weights_of(each, self.planned()))) for each in windows)
+        else:
+            timed, now = map(self._cutter.work, windows)
+        return timed / now
 
     def is_belied(self, seconds: float, weights: list[int]) -> bool:
         """Return whether a full window of such micro-batches shows that an earlier run's times are far off.

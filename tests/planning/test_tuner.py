@@ -534,6 +534,25 @@ def test_batches_that_were_padded_are_run_whole_where_they_fit(
     assert cuts[20:] == [(32,)] * 80
 
 
+@pytest.mark.parametrize("seed", range(8))
+def test_padded_windows_are_compared_by_what_a_micro_batch_costs_whatever_it_holds(seed: int) -> None:
+    """Short windows take longer for their work: a plan is not the slower one for having been timed on these."""
+    rng, noise = random.Random(seed), random.Random(seed + 1)
+    length = 0
+    device = Device(
+        10**12,
+        peak=lambda size, length: 10**7 + 10**4 * size * length,
+        seconds=lambda size: 0.1 + 0.05 * size * length / 80,
+        noise=lambda: 1 + 0.03 * abs(noise.gauss(0, 1)),
+    )
+    training = Training(device, 32)
+    cuts = []
+    for _ in range(100):
+        length = rng.randint(20, 80)
+        cuts.append(training.window(32, [length] * 32))
+    assert cuts[60:] == [(32,)] * 40
+
+
 @given(
     windows=st.lists(st.tuples(st.integers(1, 50), st.booleans()), min_size=1, max_size=25),
     shares=st.lists(st.floats(0.3, 3), min_size=1, max_size=6),
