@@ -14,6 +14,7 @@ from autoaccum.errors import OutputError
 from autoaccum.integrations.lightning_metrics import Metrics, is_metric
 
 _ACCEPTED = "numbers, 0-dim tensors, and tensors with a row for each sample"
+_CURE = "Append it, or extend by it, a list that the module has: an attribute that is set holds the last micro-batch's."
 _RANK_BITS = 40  # more micro-batches than any rank runs
 
 
@@ -104,7 +105,7 @@ class Records:
             elif isinstance(value, torch.Tensor | float | int):
                 record.extra[name] = value
             else:
-                raise OutputError(name, type(value).__name__, _ACCEPTED, "Keep it in an attribute of the module.")
+                raise OutputError(name, type(value).__name__, _ACCEPTED, _CURE)
         self._records[record.serial] = record
         return {"serials": torch.tensor([record.serial]), "rows": rows}
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from functools import partial
 from numbers import Number
 from typing import Any
 
@@ -158,13 +159,13 @@ def _reduced(tensor: torch.Tensor) -> str:
 
 def _written(returned: Any, losses: list[str], others: list[str]) -> str:
     """Return the statement to write instead."""
-    name: Callable[[str], str] = str if isinstance(returned, Mapping) else _place
+    name: Callable[[str], str] = str if isinstance(returned, Mapping) else partial(_place, losses)
     # Short, for it is to be copied: the names are those of the entries, and not those of variables nobody knows.
     first = " + ".join(map(name, losses)) if len(losses) < 4 else "the sum of the losses"
     beside = ", ".join(f'"{name(other)}": ...' for other in others[:3])
     return f"return {first}, {{{beside}}}" if others else f"return {first}"
 
 
-def _place(index: str) -> str:
+def _place(losses: list[str], index: str) -> str:
     """Return a name for what stands at a place of a tuple."""
-    return "loss" if index == "0" else f"output_{index}"
+    return "loss" if losses[:1] == [index] else f"output_{index}"

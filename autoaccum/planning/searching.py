@@ -19,7 +19,7 @@ from autoaccum.planning.search import FAR, FEW_SIZES_FIRST, FEW_SIZES_GROWTH, ha
 ENDLESS = 2**62
 """A weight that no micro-batch reaches."""
 NO_FASTER = "larger micro-batches are no faster"
-NOT_TRIED = "larger micro-batches were not tried yet"
+NOT_TRIED = "no window had room to try larger micro-batches"
 
 
 class Searching:

@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from autoaccum._units import format_bytes
 from autoaccum.memory import clock
 from autoaccum.reporting.columns import Run
-from autoaccum.reporting.lines import cut_text, is_scheduled, metrics_text
+from autoaccum.reporting.lines import cut_text, is_by_length, is_scheduled, metrics_text
 from autoaccum.runs.oom_files import oom_files
 
 CLOSE = 0.05
@@ -48,6 +48,8 @@ class Period:
     """Largest micro-batch in the plan."""
     predicted_bytes: int | None
     """Peak that was predicted for it; None where there is no memory model, and after a re-plan."""
+    is_by_length: bool = False
+    """Whether samples differ in length, so that each of the windows has sizes of its own."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -175,13 +177,20 @@ def tried_again(run: Run) -> list[tuple[int, int, tuple[int, ...]]]:
     largest, number = run.windows["micro_batch"], run.windows["accumulation_steps"]
     # What else has changed between two of them is told by itself.
     changes = np.concatenate([run.events[name]["step"] for name in ("Replanned", "MemorySaving")])
-    found = []
-    for (after, sizes, _), (until, _, _) in pairwise(_settled(run)):
-        if np.any((changes > after) & (changes <= until)):
-            continue
+
+    def cut_otherwise(after: int, until: float, sizes: tuple[int, ...]) -> NDArray[Any] | None:
         is_full = (steps > after) & (steps <= until) & (asked == sum(sizes))
-        others = steps[is_full & ((largest != max(sizes)) | (number != len(sizes)))]
-        if len(others):
+        return steps[is_full & ((largest != max(sizes)) | (number != len(sizes)))] if is_full.any() else None
+
+    plans = _settled(run)
+    # Where samples differ in length each window is cut by its own: then those after the last plan are as well.
+    rest = cut_otherwise(plans[-1][0], math.inf, plans[-1][1]) if plans else None
+    if rest is None or len(rest):
+        return []
+    found = []
+    for (after, sizes, _), (until, _, _) in pairwise(plans):
+        others = cut_otherwise(after, until, sizes)
+        if others is not None and len(others) and not np.any((changes > after) & (changes <= until)):
             found.append((int(others[0]), len(others), sizes))
     return found
 
@@ -197,7 +206,7 @@ def periods(run: Run) -> list[Period]:
     ]
     # Of the same indices; a re-plan records none.
     predictions: list[int | None] = [*planned["predicted_bytes"], *([None] * len(replanned["step"]))]
-    found: list[tuple[int, int, int | None]] = []  # first window, largest micro-batch, prediction
+    found: list[tuple[int, int, int | None, bool]] = []  # first window, largest micro-batch, prediction, by length
     # In the order in which they happened: two of the same window tell by their time which came last.
     for index in sorted(range(len(starts)), key=lambda index: starts[index][0]):
         _, first, sizes = starts[index]
@@ -205,11 +214,11 @@ def periods(run: Run) -> list[Period]:
         is_replan = index >= len(planned["step"])
         if is_replan and found and found[-1][1] == largest:  # only the number of micro-batches has changed
             continue
-        found.append((int(first), largest, predicted))
+        found.append((int(first), largest, predicted, is_by_length(sizes)))
     # Each ends where the next begins, the last one with the run. One that a re-plan replaced at once has no window.
     return [
-        Period(first=first, end=end, micro_batch=largest, predicted_bytes=predicted)
-        for (first, largest, predicted), (end, _, _) in pairwise([*found, (len(run), 0, None)])
+        Period(first=first, end=end, micro_batch=largest, predicted_bytes=predicted, is_by_length=by_length)
+        for (first, largest, predicted, by_length), (end, *_) in pairwise([*found, (len(run), 0, None, False)])
         if end > first
     ]
 
@@ -270,7 +279,11 @@ def _prediction(run: Run) -> tuple[float | None, Answer]:
     for period in periods(run):
         now = slice(period.first, period.end)
         # Of windows that were cut as planned: short ones, and replays in smaller pieces, say nothing of the prediction.
-        measured = run.windows["peak_bytes"][now][run.windows["micro_batch"][now] == period.micro_batch]
+        # Where samples differ in length no two are cut alike, and micro-batches weigh what the plan's do.
+        is_planned = run.windows["micro_batch"][now] == period.micro_batch
+        if period.is_by_length:
+            is_planned = (run.windows["replays"][now] == 0) & (run.windows["accumulation_steps"][now] > 1)
+        measured = run.windows["peak_bytes"][now][is_planned]
         # The largest peak of the period, for the model predicts the most that a micro-batch takes.
         if period.predicted_bytes is not None and len(measured) and measured.max() > 0:
             compared.append((period, int(measured.max())))
@@ -287,8 +300,10 @@ def _prediction(run: Run) -> tuple[float | None, Answer]:
     errors = [((period.predicted_bytes or 0) - peak) / peak for period, peak in compared]
     (period, peak), error = compared[-1], errors[-1]
     worst = max(errors, key=abs)
+    by_length = ", cut by length" if period.is_by_length else ""
     text = (
-        f"{format_bytes(period.predicted_bytes or 0)} were predicted for micro-batches of {period.micro_batch}, and "
+        f"{format_bytes(period.predicted_bytes or 0)} were predicted for micro-batches of "
+        f"{'up to ' if by_length else ''}{period.micro_batch}{by_length}, and "
         f"{format_bytes(peak)} were measured: {_off(error)}."
     )
     if len(errors) > 1:
@@ -310,12 +325,12 @@ def _changes(run: Run) -> Answer:
     sentences = []
     if plans:
         step, sizes, reason = plans[0]
-        sentences.append(f"It settled on {cut_text(sizes)} after {_many(step, 'window')}, for {reason}.")
+        sentences.append(f"It settled on {_plan_text(sizes)} after {_many(step, 'window')}, for {reason}.")
     # As after another way of saving memory, for which sizes are found out anew.
     if len(plans) > 1:
         step, sizes, reason = plans[-1]
         last = ":" if len(plans) == 2 else ", the last time"
-        again = f"It settled on another plan {_times(len(plans) - 1)}{last} {cut_text(sizes)}"
+        again = f"It settled on another plan {_times(len(plans) - 1)}{last} {_plan_text(sizes)}"
         others = sum(number for _, number, _ in tried_again(run))
         between = f"; {_many(others, 'window')} in between tried other plans" if others else ""
         sentences.append(f"{again} after {_many(step, 'window')}, for {reason}{between}.")
@@ -343,6 +358,11 @@ def _changes(run: Run) -> Answer:
         repeated = f"; {_many(run.voided, 'window')} had to be run again" if run.voided else ""
         sentences.append(f"It was resumed {_times(resumed)}{repeated}.")
     return Answer(question="What changed, and why?", text=" ".join(sentences), good=None)
+
+
+def _plan_text(sizes: tuple[int, ...]) -> str:
+    """Return a plan as a text, which of samples that differ in length is that of one window."""
+    return f"micro-batches by length, as {cut_text(sizes)}," if is_by_length(sizes) else cut_text(sizes)
 
 
 def _saved(run: Run) -> list[str]:
@@ -419,7 +439,7 @@ def _speed(run: Run) -> Answer:
     if validating := float(run.events["Validated"]["seconds"].sum()):
         text += f" Validation took {format_seconds(validating)} besides."
     if measuring := float(run.events["Verified"]["seconds"].sum()):  # whole and cut windows, run beside training
-        text += f" To measure that gradients are exact took {format_seconds(measuring)}."
+        text += f" To measure that gradients are exact took {format_seconds(measuring)} besides."
     return Answer(question=question, text=text, good=None)
 
 

@@ -62,6 +62,7 @@ class Narrator:
         self._first: StepReport | None = None  # for the loss that the run, or this process, began with
         self._full: StepReport | None = None  # the last of the largest windows: that of an epoch's end may be short
         self._validated: Validated | None = None
+        self._measured: tuple[bool, str] | None = None  # what the last measurement of a gradient came to
         self.plan: tuple[int, ...] = ()
         """How windows are cut; empty while that is being found out."""
         self._is_news = News()  # a ramp of thousands of plans is told in a few lines
@@ -98,6 +99,10 @@ class Narrator:
             self._validated = record
         elif isinstance(record, Resumed):
             self._resumed = record
+        elif isinstance(record, Verified):
+            # Measured again and again in the first windows: what comes to the same is no news.
+            before, self._measured = self._measured, (record.passed, record.hypothesis)
+            return None if record.passed and before == self._measured else line(record)
         elif isinstance(record, Finished):
             return self._summary(record)
         return line(record)
@@ -106,6 +111,9 @@ class Narrator:
         """Return what the run has come to in three lines; None where it has trained nothing."""
         if self._first is None or self.last is None or self._full is None:
             return None
+        # Where lengths differ each window has sizes of its own, and a plan is of a window that may never come.
+        sizes = self.plan or self._full.micro_batches
+        sizes = self._full.micro_batches if is_by_length(sizes) else sizes
         # Of this process: what was trained before a resume took its own time, which nobody has measured here.
         seconds = clock.now() - self._started
         samples = self.last.num_samples
@@ -124,7 +132,7 @@ class Narrator:
             f"{end_text(finished.reason, self.stopped_by)}: {counted(finished.step, 'step')}, "
             f"{samples} samples{',' if since else ''} {took}\n"
             f"loss {self._first.loss:.4f} -> {self.last.loss:.4f}{since}{outputs}{validated}\n"
-            f"micro-batches {cut_text(self.plan or self._full.micro_batches)}, {counted(self._replays, 'replay')}, "
+            f"micro-batches {cut_text(sizes)}, {counted(self._replays, 'replay')}, "
             f"peak {format_bytes(self._peak_bytes)} of {format_bytes(self.last.limit_bytes)}{since}"
         )
 
@@ -276,6 +284,11 @@ def cut_text(sizes: tuple[int, ...]) -> str:
     largest, smallest = max(sizes), min(sizes)
     span = f"{largest}" if smallest == largest else f"{smallest}-{largest}"
     return f"{span} x {len(sizes)}"
+
+
+def is_by_length(sizes: tuple[int, ...]) -> bool:
+    """Return whether sizes are of samples that differ in length; else they are as equal as can be."""
+    return max(sizes) - min(sizes) > 1
 
 
 def counted(number: int, noun: str) -> str:

@@ -558,7 +558,9 @@ def of_validation_data() -> Iterator[None]:
         text = str(error)
         if not text.startswith("data: "):  # it names its argument itself
             raise
-        raise DataError(f"validation_{text}") from error
+        # An argument beside a DataLoader is refused, for that brings its own.
+        loader = " Where data is a DataLoader, pass validation_data as DataLoader(dataset, collate_fn=...), too."
+        raise DataError(f"validation_{text}{loader if 'collate_fn' in text else ''}") from error
     except Exception as error:
         if is_told(error) and _OF_VALIDATION not in error.__notes__:
             error.add_note(_OF_VALIDATION)

@@ -38,7 +38,7 @@ def outputs() -> torch.Tensor:
         ({"ce": loss(), "acc": torch.tensor(0.7)}, r"return ce, \{\"acc\": \.\.\.\}\. To add it .* return a list\.$"),
         ({"ce": loss(), "acc": 0.7}, r"return ce, \{\"acc\": \.\.\.\}\. To add it .* return a list\.$"),
         ((loss(), outputs()), r"return loss, \{\"output_1\": \.\.\.\}\.$"),
-        ((outputs(), loss()), r"whose '0' is a tensor of shape \(4, 3\).*return output_1, \{\"loss\": \.\.\.\}\.$"),
+        ((outputs(), loss()), r"whose '0' is a tensor of shape \(4, 3\).*return loss, \{\"output_0\": \.\.\.\}\.$"),
         ((loss(), None), r"whose '1' is a value of type NoneType.*return loss, \{\"output_1\": \.\.\.\}\.$"),
         (0.5, r"a value of type float.*without \.item\(\), float\(\) or \.numpy\(\)\. A sum over none"),
         (np.float32(0.5), r"a value of type float32.*without \.item\(\)"),

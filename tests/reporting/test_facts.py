@@ -306,6 +306,20 @@ def test_windows_that_tried_other_plans_between_two_are_told(of: Any) -> None:
     )
 
 
+def test_windows_of_different_lengths_are_each_cut_by_their_own(of: Any) -> None:
+    """Those after a plan are not cut as it is, and are what it foretold: none of them has tried anything."""
+    first = planned(1, 3, 4, step=1, predicted_bytes=90 * MIB)
+    windows = [report(2, (2, 6), peak_bytes=100 * MIB), report(3, (1, 2, 5), peak_bytes=80 * MIB)]
+    facts = of(report(1), first, *windows, planned(2, 6, step=3), report(4, (3, 5)))
+    assert answer(facts, "foreseen")[0] == (
+        "90.00 MiB were predicted for micro-batches of up to 4, cut by length, and 100.00 MiB were measured: 10.0% too low."
+    )
+    assert answer(facts, "What changed")[0] == (
+        "It settled on micro-batches by length, as 1-4 x 3, after 1 window, for r. It settled on another plan once: "
+        "micro-batches by length, as 2-6 x 2, after 3 windows, for r."
+    )
+
+
 def test_nothing_changed(of: Any) -> None:
     assert answer(of(report(1)), "What changed")[0] == "Nothing made it re-plan."
 
@@ -328,7 +342,7 @@ def test_how_fast(of: Any) -> None:
     assert text == (
         "16.62 samples/s over 19.2 s of training; a window took 500 ms (median). In the last tenth it was 25.6 samples/s. "
         "Windows that were replayed took 1.3% of the time. Validation took 2.0 s besides. To measure that gradients are "
-        "exact took 3.0 s."
+        "exact took 3.0 s besides."
     )
 
 

@@ -133,6 +133,19 @@ def test_a_narrator_knows_the_last_window_and_the_last_plan() -> None:
     )
 
 
+def test_of_windows_by_length_the_summary_has_the_sizes_of_one_that_ran() -> None:
+    tell = Narrator()
+    for record in (started(), report(1, (2, 6)), planned(1, 3, 4, step=1)):
+        tell(record)
+    assert "micro-batches 2-6 x 2, " in str(tell(Finished(step=1, reason="budget")))
+
+
+def test_what_is_measured_again_is_told_once_unless_it_comes_to_something_else() -> None:
+    tell = Narrator()
+    told = [tell(verified(error, step=step)) for step, error in enumerate((1e-9, 1e-8, 0.5, 0.5, 1e-9), start=1)]
+    assert [line is not None for line in told] == [True, False, True, True, True]
+
+
 def test_samples_of_before_a_resume_are_not_this_runs_speed() -> None:
     tell = Narrator()
     with manual_clock(100.0) as clock:

@@ -216,7 +216,16 @@ def test_plans_stand_in_the_order_in_which_they_began(tmp_path: Path) -> None:
 
 
 def test_windows_that_tried_others_stand_between_two_plans(tmp_path: Path) -> None:
-    write(tmp_path, report(1), planned(4, 4, step=1), report(2), report(3, (8,)), report(4, (8,)), planned(8, step=4))
+    write(
+        tmp_path,
+        report(1),
+        planned(4, 4, step=1),
+        report(2),
+        report(3, (8,)),
+        report(4, (8,)),
+        planned(8, step=4),
+        report(5, (8,)),
+    )
     rows = page_of(tmp_path).rows[1:]
     assert rows[1] == ["3", "4 x 2", "other plans", "what is the fastest was compared again, for 2 windows"]
     assert [row[0] for row in rows] == ["2", "3", "5"]

@@ -15,7 +15,7 @@ import pytest
 import torch
 from torch import nn
 from torch.nn.functional import cross_entropy
-from torch.utils.data import IterableDataset
+from torch.utils.data import DataLoader, IterableDataset
 
 import autoaccum
 from autoaccum.data import randomness
@@ -715,3 +715,22 @@ def test_what_is_wrong_with_both_is_laid_to_the_data() -> None:
             progress=False,
             validation_data=inputs,
         )
+
+
+def test_unpadded_validation_data_beside_a_loader_is_to_have_a_loader_too() -> None:
+    """As an argument a ``collate_fn`` is refused there, for the training data's DataLoader brings its own."""
+
+    def padded(samples: list[Any]) -> Any:
+        inputs = nn.utils.rnn.pad_sequence([one for one, _ in samples], batch_first=True)
+        return inputs[:, :2], torch.stack([target for _, target in samples])
+
+    data = [(torch.randn(2 + index % 3), torch.randn(1)) for index in range(8)]
+    options: dict[str, Any] = {"effective_batch": 4, "loss_fn": nn.MSELoss(), "progress": False}
+    loader = DataLoader(data, 4, collate_fn=padded)
+    with pytest.raises(
+        DataError, match=r"^validation_data: .*pass validation_data as DataLoader\(dataset, collate_fn="
+    ):
+        autoaccum.fit(nn.Linear(2, 1), loader, validation_data=data, **options)
+    followed = DataLoader(data, collate_fn=padded)
+    result = autoaccum.fit(nn.Linear(2, 1), loader, validation_data=followed, **options)
+    assert any(isinstance(event, Validated) for event in result.events)
