@@ -40,10 +40,8 @@ class Fastest:
             few_sizes: whether no plan between those that are known is worth the size that it adds.
         """
         self._cutter = cutter
-        self._largest, self._reach = (
-            largest,
-            reach,
-        )  # asked each time, for memory comes and goes while plans are compared
+        # Asked each time, for memory comes and goes while plans are compared.
+        self._largest, self._reach = largest, reach
         self.few_sizes = few_sizes
         """Whether no plan between those that are known is worth the size that it adds."""
         self.weight: int | None = None
