@@ -8,8 +8,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from autoaccum.planning.costs import TimeModel, fit_time_model
-from autoaccum.planning.cuts import Lengths, is_padded
+from autoaccum.planning.costs import TimeModel
+from autoaccum.planning.cuts import Lengths
 from autoaccum.planning.cutter import Cutter
 from autoaccum.planning.timing import Timing
 
@@ -36,7 +36,7 @@ class Fastest:
         Args:
             cutter: cuts the windows.
             largest: () -> the largest weight that fits, as far as is known.
-            reach: () -> the same, or a little more where it is expected to fit: see ``Largest.reach``.
+            reach: () -> a little more, where that is expected to fit, else 0: see ``Largest.reach``.
             few_sizes: whether no plan between those that are known is worth the size that it adds.
         """
         self._cutter = cutter
@@ -50,7 +50,6 @@ class Fastest:
         """Seconds by weight, once plans were timed in this run or in an earlier one."""
         self.timing: Timing | None = None
         """The comparison of plans that goes on; None while there is none."""
-        self._timed: int | None = None  # the weight of the plan that is being timed
         self._timed_window: tuple[int, Lengths] = (0, None)  # to which the times of other windows are scaled
         self._broken_off = 0  # comparisons that windows of another size have ended
         self._not_full = 0  # windows in a row that are not full, and so cannot be compared
@@ -63,7 +62,17 @@ class Fastest:
     def planned(self) -> int:
         """Return the weight that plans are made of: that of the fastest, or the largest while that is not known."""
         # The fastest was found among those that fitted then.
-        return self._reach() if self.weight is None else min(self.weight, self._largest())
+        largest = self._largest()
+        planned = largest if self.weight is None else min(self.weight, largest)
+        return max(planned, self._reach()) if self._is_largest() else planned
+
+    def _is_largest(self) -> bool:
+        """Return whether plans are made of the largest micro-batches of all that were compared, or nothing was."""
+        if self.weight is None:
+            return True
+        if self.timing is not None:
+            return self.weight == self.timing.largest
+        return self.model is not None and self.weight >= self.model.points[-1][0]
 
     def recall(self, model: TimeModel | None) -> None:
         """Begin with the times of an earlier run, which two windows will have to confirm."""
@@ -80,14 +89,14 @@ class Fastest:
 
     def choose(self, *, is_settled: bool) -> None:
         """Keep the fastest plan where times are known, or begin to compare; do neither before a search has settled."""
-        self.timing = self.weight = self._timed = None
+        self.timing = self.weight = None
         self._not_full, self.surprising = 0, 0.0
         if not is_settled or not self._cutter.full_window[0]:
             return
         largest = self._largest()
         # Far beyond what was timed, times are a guess, and a wrong one would never show: there plans are compared.
         if self.model is not None and largest <= KNOWN * self.model.points[-1][0]:
-            self.weight = self._unless(largest, self.of(self.model, largest))
+            self.weight = self.of(self.model, largest)
             self._expect()
             return
         window = self._timed_window = self._cutter.full_window
@@ -118,27 +127,16 @@ class Fastest:
 
     def observe(self, seconds: float, num_samples: int, lengths: Lengths) -> None:
         """Take the time of a window; it is of use if the window was one of those that plans are made for."""
-        if self.timing is None or self._timed is None:
+        if self.timing is None or self.weight is None:
             return
         if num_samples != self._cutter.full_window[0]:
             self._not_full += 1
             return
         self._not_full = 0
         # Windows of a ramp, or of samples of other lengths, have a little more or less to do: what counts are the
-        # seconds for as much work as the comparison's first window had.
-        self.timing.observe(self._timed, seconds * self._share((num_samples, lengths)))
-
-    def _share(self, window: tuple[int, Lengths]) -> float:
-        """Return how many times as much the comparison's first window has to do as another one."""
-        # Padding is no work, but the plan's own doing. Where all are padded alike, trials tell more: a short window is
-        # no share of a long one in what each micro-batch costs whatever it holds.
-        rough = fit_time_model(self._cutter.history.in_weights)
-        windows = self._timed_window, window
-        if rough is not None and all(is_padded(lengths) for _, lengths in windows):
-            timed, now = (sum(map(rough.predict, self._cutter.weights_of(each, self.planned()))) for each in windows)
-        else:
-            timed, now = map(self._cutter.work, windows)
-        return timed / now
+        # seconds for as much work as the comparison's first window had. Padding is no work, but the plan's own doing.
+        work = self._cutter.work((num_samples, lengths))
+        self.timing.observe(self.weight, seconds * self._cutter.work(self._timed_window) / work)
 
     def is_belied(self, seconds: float, weights: list[int]) -> bool:
         """Return whether a full window of such micro-batches shows that an earlier run's times are far off.
@@ -157,20 +155,15 @@ class Fastest:
         """Choose the plan of the next full window; return False while there is more to compare."""
         if self.timing is None:
             return True
-        self._timed = self.timing.next_weight()
-        if self._timed is not None and self._not_full < UNTIMED:
-            self.weight = self._unless(self.timing.largest, self._timed)
+        self.weight = self.timing.next_weight()
+        if self.weight is not None and self._not_full < UNTIMED:
             return False
         # All is known, or as much as ever will be.
-        self.weight, self.model = self._unless(self.timing.largest, self.timing.fastest()), self.timing.model()
+        self.weight, self.model = self.timing.fastest(), self.timing.model()
         self._rises = self.timing.rises()
         self.timing = None
         self._expect()
         return True
-
-    def _unless(self, largest: int, weight: int) -> int | None:
-        """Return a weight, or None for the largest of padded windows: longer ones may have larger ones still."""
-        return None if weight == largest and is_padded(self._cutter.full_window[1]) else weight
 
     def _expect(self) -> None:
         """Foretell what full windows take, unless they are run at once: then there are no larger plans to compare."""

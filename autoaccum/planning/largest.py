@@ -66,15 +66,19 @@ class Largest:
 
     @property
     def reach(self) -> int:
-        """Return the largest weight of plans: of padded windows a little more than was tried, if that should fit.
+        """Return the largest weight of plans of padded windows, a little more than was measured; 0 where it is risky.
 
-        Each has a length of its own, and one that is longer than all before by a token is not to be cut for that.
+        Each has a length of its own, and one that is longer than all before by a token is not to be cut for that. What
+        is reached so is no trial, and raises nothing: it would reach further each time.
         """
-        model, (fits, fails) = self._cutter.history.model, self._cutter.history.bounds
-        is_open = model is not None and fails is None and fits <= self.weight
-        if model is None or not is_open or self._search.is_on or not is_padded(self._cutter.full_window[1]):
-            return self.weight
-        return max(self.weight, min(int(KNOWN * self.weight), self._within(model, self._limits.limit_bytes)))
+        model, fails = self._cutter.history.model, self._cutter.history.bounds[1]
+        if model is None or fails is not None or self._search.is_on or not is_padded(self._cutter.full_window[1]):
+            return 0
+        trials = self._cutter.history.in_weights
+        measured = max((trial.micro_batch for trial in trials if trial.peak_bytes is not None), default=0)
+        # Not where memory is what bounds plans, or is short, so that they have given way.
+        is_free = KNOWN * measured <= self._within(model, self._limits.limit_bytes) and self.weight >= measured
+        return int(KNOWN * measured) if is_free else 0
 
     # What trials say of it.
 
@@ -241,21 +245,6 @@ class Largest:
         self._search.goal, self._grown_from, self._search.is_on = goal, self.weight, True
         self._fastest.use_largest()
         self._pressure.grew()
-
-    def search_for(self, num_samples: int, lengths: Sequence[int]) -> None:
-        """Search again where a padded window is heavier than any before, and would be cut although more should fit."""
-        # Of one whose samples differ in length a larger micro-batch is padded more, and is no gain in itself.
-        whole = self._cutter.heaviest(num_samples, self._cutter.each(lengths)) if is_padded(lengths) else 0
-        # Where something has failed, or smaller ones are the fastest, it is cut as others are.
-        is_settled = self._learns and not self._search.is_on and self._fastest.weight is None
-        model, weight = self._cutter.history.model, self.reach
-        if whole <= weight or not is_settled or model is None or self._cutter.history.bounds[1] is not None:
-            return
-        goal = min(whole, self._within(model, self._limits.limit_bytes), self.enough or ENDLESS)
-        cut = [len(self._cutter.weights_of((num_samples, lengths), most)) for most in (goal, weight)]
-        if WORTHWHILE * cut[0] <= cut[1]:
-            self._search.goal, self._grown_from, self._search.is_on = goal, self.weight, True
-            self.choose()
 
     def _within(self, model: MemoryModel, limit_bytes: int) -> int:
         """Return the largest weight that is expected to fit under a limit."""

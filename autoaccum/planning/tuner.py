@@ -17,7 +17,7 @@ from typing import Any
 
 from autoaccum.planning.attempts import Attempt, Piece, length_at, pieces_of
 from autoaccum.planning.costs import MemoryModel, TimeModel, Trial, fit_memory_model, fit_time_model
-from autoaccum.planning.cuts import Lengths
+from autoaccum.planning.cuts import Lengths, is_padded
 from autoaccum.planning.cutter import Cutter
 from autoaccum.planning.earlier import learnt, recalled
 from autoaccum.planning.fastest import KNOWN, Fastest
@@ -248,8 +248,6 @@ class Tuner:
             # Weights of samples with lengths are in other units than those of samples without.
             if (lengths is not None) is not self.search.has_lengths and self._learns:
                 self._start_over(has_lengths=lengths is not None)
-            if lengths is not None:
-                self._largest.search_for(num_samples, lengths)
             # Until ``settle`` says which windows are full, the largest so far stands for them.
             if num_samples > self.full_window[0]:
                 self._cutter.full_window = (num_samples, lengths)
@@ -448,14 +446,18 @@ class Tuner:
         weight = max(weights)
         self._largest.best = max(self._largest.best, weight)
         is_to_be_tried = self.search.is_on and weight == self.search.warm
+        if is_padded(lengths) and weight <= self._largest.reach:
+            return
         if weight > fits and not is_to_be_tried and (fails is None or weight < fails):
             index = weights.index(weight)
             length = length_at(lengths, sum(sizes[:index])) if self._learns else 1
             # The largest weight may be one that was never tried, as a user's own is, and the window a short one: that
             # a smaller one went well does not lower it.
-            largest = max(self._largest.weight, weight)
+            before = max(self._largest.weight, weight)
             self._largest.record(Trial(micro_batch=sizes[index], fits=True, length=length))
-            self._largest.weight = largest
+            # In a first search the trial has changed what lengths weigh, and so the units of the weight before.
+            if lengths is None or not self.search.is_on or self.search.goal is not None:
+                self._largest.weight = before
 
     def timed(self, seconds: float, num_samples: int, lengths: Lengths = None) -> None:
         """Take the time of a window; it is of use if the window was one of those that plans are made for."""

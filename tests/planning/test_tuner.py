@@ -531,26 +531,33 @@ def test_batches_that_were_padded_are_run_whole_where_they_fit(
     for window in range(100):
         length = rng.randint(shortest, longest)
         cuts.append(training.window(32, [length] * 32 if window >= untold else None))
-    assert cuts[20:] == [(32,)] * 80
+    # Where some are four times as long as others, times of plans that were timed on these tell less.
+    assert cuts[60:].count((32,)) >= (38 if longest < 2 * shortest else 25)
 
 
-@pytest.mark.parametrize("seed", range(8))
-def test_padded_windows_are_compared_by_what_a_micro_batch_costs_whatever_it_holds(seed: int) -> None:
-    """Short windows take longer for their work: a plan is not the slower one for having been timed on these."""
-    rng, noise = random.Random(seed), random.Random(seed + 1)
-    length = 0
-    device = Device(
-        10**12,
-        peak=lambda size, length: 10**7 + 10**4 * size * length,
-        seconds=lambda size: 0.1 + 0.05 * size * length / 80,
-        noise=lambda: 1 + 0.03 * abs(noise.gauss(0, 1)),
-    )
-    training = Training(device, 32)
-    cuts = []
-    for _ in range(100):
-        length = rng.randint(20, 80)
-        cuts.append(training.window(32, [length] * 32))
-    assert cuts[60:] == [(32,)] * 40
+@pytest.mark.parametrize("lengths", [(20, 30), (64, 128), (64, 640)])
+def test_padded_windows_meet_almost_no_error_where_memory_is_tight(lengths: tuple[int, int]) -> None:
+    """What is reached beyond what was tried is left alone there: one error in ten runs of 200 windows, or two."""
+    errors = []
+    for seed in range(20):
+        rng = random.Random(seed)
+        share = rng.choice([0.15, 0.3, 0.6])  # of the longest window
+        training = Training(Device(int(1000 + 7 * 32 * lengths[1] * share)), 32, is_enforced=True)
+        for _ in range(200):
+            training.window(32, [rng.randint(*lengths)] * 32)
+        errors.append(len(training.ooms))
+    assert sum(errors) <= 4
+    assert max(errors) <= 2
+
+
+def test_padded_windows_give_way_to_strain() -> None:
+    rng = random.Random(0)
+    training = Training(Device(40_000), 512)
+    cuts = [training.window(512, [rng.randint(38, 40)] * 512) for _ in range(60)]
+    for index in range(90):
+        cuts.append(training.window(512, [rng.randint(38, 40)] * 512, strain=None if index % 10 else "s"))
+    assert max(map(len, cuts[50:60])) <= 6
+    assert min(map(len, cuts[-10:])) >= 7
 
 
 @given(
@@ -823,7 +830,7 @@ def test_plans_are_not_timed_for_ever_where_no_window_is_full() -> None:
         tuner.settle(64)
     fastest = tuner._fastest
     fastest.timing = Timing(20, cut=lambda weight: (weight,) * (64 // weight), trials=[], choose=None)
-    fastest.timing._candidates, fastest._timed = [20, 10], 20
+    fastest.timing._candidates, fastest.weight = [20, 10], 20
     for _ in range(UNTIMED):
         assert tuner.is_timing
         tuner.timed(1.0, 63)
