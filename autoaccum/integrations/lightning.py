@@ -134,7 +134,7 @@ class AutoAccum(Callback):  # type: ignore[misc]
         # Where it is asked for, for a hook may make a new one each epoch, and its length is read at once.
         def of_windows() -> Any:
             loader = remade(stock(), size, trainer.world_size)
-            self._epochs.look(loader.dataset, size)
+            self._epochs.look(size, loader.dataset, loader.sampler)
             return loader
 
         self._put(source, "dataloader", of_windows)

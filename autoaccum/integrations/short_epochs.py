@@ -17,11 +17,16 @@ class ShortEpochs:
         """What was said, for the events of the accumulator."""
         self._announcer = Announcer(self.events.append)
 
-    def look(self, dataset: Any, effective_batch: int) -> None:
-        """Say once that a dataset has fewer samples than each step asks for; nothing of a stream."""
+    def look(self, effective_batch: int, *sources: Any) -> None:
+        """Say once that there are fewer samples than each step asks for; nothing of a stream.
+
+        Args:
+            effective_batch: samples of a step.
+            sources: a dataset, and what draws samples of it, which may be more.
+        """
         try:
-            there = len(dataset)
-        except TypeError:
+            there = max(map(len, sources))
+        except (TypeError, NotImplementedError):
             return
         if there < effective_batch:
             self._announcer.say_once(notices.more_than_there_are(effective_batch, there))

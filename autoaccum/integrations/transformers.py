@@ -90,7 +90,7 @@ class AutoAccumMixin(Trainer):  # type: ignore[misc]  # of no known type where t
             loader = super().get_train_dataloader()
         finally:
             self.accelerator.device_placement = placement
-        self._epochs.look(getattr(loader, "dataset", None), self.args.train_batch_size * self.args.world_size)
+        self._epochs.look(self.args.train_batch_size * self.args.world_size, getattr(loader, "dataset", None))
         return loader
 
     def _prepare_for_training(self, *arguments: Any, **keywords: Any) -> Any:

@@ -6,6 +6,7 @@ import inspect
 from collections.abc import Callable, Mapping, Sequence
 from functools import reduce
 from operator import add
+from traceback import walk_tb
 from typing import Any
 
 import torch
@@ -92,14 +93,22 @@ def _explaining(loss_of: LossOf, loss_fn: Callable[..., Any] | None) -> LossOf:
             return loss_of(model, batch)
         except (TypeError, AttributeError, RuntimeError, IndexError, ValueError) as error:
             given = batch.batch if isinstance(batch, Beside) else batch
-            if loss_fn is not None and "'Tensor' object is not callable" in str(error):
-                cure = "It has called a tensor: one that takes (model, batch) is a training_step, pass training_step=."
+            if loss_fn is not None and isinstance(error, TypeError) and _is_training_step(loss_fn, model, given):
+                cure = "It returns a loss for (model, batch), as a training_step does: pass training_step=."
                 raise ArgumentTypeError("loss_fn", loss_fn, "a function (outputs, targets) -> loss", cure) from error
             if (found := mistaken(error, model, given)) is None:
                 raise
             raise found from error
 
     return explaining
+
+
+def _is_training_step(function: Callable[..., Any], model: Any, batch: Any) -> bool:
+    """Return whether a function that has failed as a ``loss_fn`` is one of the model and the batch."""
+    try:
+        return mistakes.is_loss(function(model, batch))
+    except Exception:  # it may do anything with what it was not made for
+        return False
 
 
 def stated(
@@ -179,7 +188,7 @@ def call(model: Any, inputs: Any) -> Any:
         positional, keywords = _arguments(inputs)
         return model(*positional, **keywords)
     except TypeError as error:
-        if not _is_misfit(model, inputs):
+        if not _is_misfit(model, inputs, error):
             raise
         # What is none of these is one argument, as a tensor is.
         cure = "If forward takes several, let the inputs be a tuple of them, or pass"
@@ -217,7 +226,7 @@ def call_on_batch(model: Any, batch: Any, *, why: str = _NO_LOSS, cure: str | No
     try:
         return model(*positional, **keywords)
     except TypeError as error:
-        if not _is_misfit(model, batch):
+        if not _is_misfit(model, batch, error):
             raise
         if cure is None and keywords:  # which loss_fn does not take apart
             cure = f"{_left_out(model, keywords)} training_step=(model, batch) -> loss."
@@ -227,24 +236,30 @@ def call_on_batch(model: Any, batch: Any, *, why: str = _NO_LOSS, cure: str | No
         ) from None
 
 
-def _is_misfit(model: Any, inputs: Any) -> bool:
+def _is_misfit(model: Any, inputs: Any, error: TypeError) -> bool:
     """Return whether a model has no such arguments: it raises TypeErrors for reasons of its own, too."""
+    bare = getattr(model, "_orig_mod", model)  # what torch.compile wraps, and takes anything for
+    # A module with a call of its own may make other arguments of these, and so may a hook: then forward was begun.
+    if not isinstance(bare, torch.nn.Module) or type(bare).__call__ is not torch.nn.Module.__call__:
+        return False
+    code = getattr(bare.forward, "__code__", None)
+    if any(frame.f_code is code for frame, _ in walk_tb(error.__traceback__)):
+        return False
     positional, keywords = _arguments(inputs)
     try:
-        _signature(model).bind(*positional, **keywords)
+        signature = inspect.signature(bare.forward)
+    except ValueError:  # that of a builtin
+        return False
+    try:
+        signature.bind(*positional, **keywords)
     except TypeError:
         return True
     return False
 
 
-def _signature(model: Any) -> inspect.Signature:
-    bare = getattr(model, "_orig_mod", model)  # what torch.compile wraps, and takes anything for
-    return inspect.signature(getattr(bare, "forward", bare))
-
-
 def _left_out(model: Any, keywords: Mapping[str, Any]) -> str:
     """Return the beginning of a cure: which keywords a model does not know."""
-    parameters = _signature(model).parameters
+    parameters = inspect.signature(getattr(model, "_orig_mod", model).forward).parameters
     takes_any = any(each.kind is each.VAR_KEYWORD for each in parameters.values())
     extra = [repr(name) for name in keywords if not takes_any and name not in parameters]
     return f"Leave {' and '.join(extra)} out of the data, or pass" if extra else "Pass"

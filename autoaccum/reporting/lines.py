@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from itertools import pairwise
 
 from autoaccum._units import format_bytes
 from autoaccum.events import (
@@ -288,7 +289,8 @@ def cut_text(sizes: tuple[int, ...]) -> str:
 
 def is_by_length(sizes: tuple[int, ...]) -> bool:
     """Return whether sizes are of samples that differ in length; else they are as equal as can be."""
-    return max(sizes) - min(sizes) > 1
+    # The longest come first, so that there are few of them; else the first micro-batch is as large as any.
+    return any(size > before for before, size in pairwise(sizes))
 
 
 def counted(number: int, noun: str) -> str:

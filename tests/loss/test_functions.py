@@ -200,18 +200,35 @@ class TestRefuses:
             loss_function(mse_loss, None)(nn.Bilinear(2, 2, 1), (torch.zeros(4, 2), torch.zeros(4, 1)))
 
     def test_a_training_step_that_is_passed_as_loss_fn(self) -> None:
-        told = r"loss_fn=.*: expected a function \(outputs, targets\) -> loss\. It has called a tensor: .* pass training_step="
+        told = r"loss_fn=.*: expected a function \(outputs, targets\) -> loss\. It returns a loss for .model, batch., .* pass training_step="
         with pytest.raises(ArgumentTypeError, match=told):
-            loss_function(lambda model, batch: model(batch), None)(nn.Linear(2, 1), (torch.zeros(4, 2), torch.zeros(4)))
+            loss_function(lambda model, batch: model(batch[0]).mean(), None)(nn.Linear(2, 1), (torch.zeros(4, 2), 0))
+
+        def wrong(outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+            return outputs.T().mean()  # type: ignore[no-any-return, operator]
+
+        with pytest.raises(TypeError, match="'Tensor' object is not callable"):
+            loss_function(wrong, None)(nn.Linear(2, 1), (torch.zeros(4, 2), torch.zeros(4, 1)))
 
     def test_a_type_error_of_the_model_itself_is_its_own(self) -> None:
         class Failing(nn.Linear):
             def forward(self, input: torch.Tensor) -> torch.Tensor:
                 raise TypeError("of its own")
 
-        for inputs in (torch.zeros(4, 2), (torch.zeros(4, 2),)):
+        class Merged(nn.Linear):
+            def forward(self, both: torch.Tensor) -> torch.Tensor:
+                raise TypeError("of its own")
+
+        merged = Merged(2, 1)
+        merged.register_forward_pre_hook(lambda _, args, given: ((given["a"],), {}), with_kwargs=True)
+        batch = torch.zeros(4, 2)
+        for model, inputs in ((Failing(2, 1), batch), (Failing(2, 1), (batch,)), (merged, {"a": batch, "b": batch})):
             with pytest.raises(TypeError, match="of its own"):
-                loss_function(mse_loss, None)(Failing(2, 1), (inputs, torch.zeros(4, 1)))
+                loss_function(mse_loss, None)(model, (inputs, torch.zeros(4, 1)))
+        builtin = nn.Linear(2, 1)
+        builtin.forward = torch.relu  # type: ignore[method-assign, assignment]
+        with pytest.raises(TypeError, match="relu"):
+            loss_function(mse_loss, None)(builtin, ((batch, batch), torch.zeros(4, 1)))
 
     @pytest.mark.parametrize(
         ("loss", "found"),
