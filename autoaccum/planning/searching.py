@@ -157,10 +157,12 @@ class Searching:
             weight = max(weight, self._surely(fits, num_samples))
         # Of samples that are alike, the size that the plan with as many micro-batches would have anyway.
         size = self._cutter.within(weight // each, num_samples)
-        if are_alike(lengths) and fits and size >= min(smallest, num_samples):
+        if lengths is None and fits:
+            size = self._cutter.cut(num_samples, weight)[0]
+        elif are_alike(lengths) and fits and size >= min(smallest, num_samples):
             equal = self._cutter.cut(num_samples, weight // each)[0]
             # Of a padded window it may be no gain, where one of other lengths has room for more.
-            size = equal if lengths is None or equal * each > fits else size
+            size = equal if equal * each > fits else size
         # Rounded to whole samples it may weigh no more than what has fitted, or be fewer than the smallest.
         return size if size * each > fits and size >= min(smallest, num_samples) else whole
 
