@@ -128,7 +128,7 @@ def facts_of(run: Run, now: float | None = None) -> Facts:
         num_replans=len(replans(run)),
         prediction_error=error,
         gradient_error=float(events["Verified"]["error"].max()) if len(events["Verified"]["error"]) else None,
-        num_ranks=len(events["Shared"]["micro_batches"][-1]) if len(events["Shared"]["step"]) else 1,
+        num_ranks=_ranks(run),
         # In the order in which people ask; before the first window none of them can be answered.
         answers=(
             (_memory(run), prediction, _changes(run), _verified(run), _speed(run), _learning(run))
@@ -245,10 +245,18 @@ def _memory(run: Run) -> Answer:
     )
     if int(most := peak.argmax()) != at and peak[most] > peak[at]:  # when the limit was another one
         worst += f"; its largest peak was {format_bytes(peak[most])}, step {run.windows['step'][most]:,}"
+    is_alone = _ranks(run) == 1
     if over:
-        text = f"{over:,} of {_many(len(run), 'window')} went over the limit, up to {worst}."
+        where = "" if is_alone else " of rank 0"
+        text = f"{over:,} of {_many(len(run), 'window')}{where} went over the limit, up to {worst}."
     else:
-        text = f"It used at most {worst}."
+        text = f"{'It' if is_alone else 'Rank 0'} used at most {worst}."
+    # Windows are recorded by rank 0; of the others there is what they had used whenever all have told.
+    if (other := _other_rank(run)) is not None:
+        rank, used, allowed = other
+        over += used > allowed
+        most_of_it = f"{used / allowed:.0%} ({format_bytes(used)} of {format_bytes(allowed)})"
+        text += f" Of the others rank {rank} used the most, {most_of_it}."
     if failed := len(run.events["OutOfMemory"]["step"]):
         # Not the number of failures: a window may fail more than once, and validation has no windows.
         replayed = int((run.windows["replays"] > 0).sum())
@@ -264,6 +272,25 @@ def _memory(run: Run) -> Answer:
             text += f" What held the memory then is in {files[0].name}{more}."
     text = f"{'Not always' if over or failed else 'Yes'}: {text[0].lower()}{text[1:]}"
     return Answer(question="Did it stay within memory?", text=text, good=not over and not failed)
+
+
+def _ranks(run: Run) -> int:
+    """Return how many processes have trained."""
+    shared = run.events["Shared"]
+    return len(shared["micro_batches"][-1]) if len(shared["step"]) else 1
+
+
+def _other_rank(run: Run) -> tuple[int, int, int] | None:
+    """Return (rank, peak bytes, limit) of the rank, beside the first, that has used the most of its limit."""
+    shared = run.events["Shared"]
+    told = zip(shared["peak_bytes"], shared["limit_bytes"], strict=True)
+    found = [
+        (rank, used, allowed)
+        for peaks, limits in told
+        for rank, (used, allowed) in enumerate(zip(peaks, limits, strict=True))
+        if rank
+    ]
+    return max(found, key=lambda one: one[1] / one[2], default=None)
 
 
 def _shares(run: Run) -> NDArray[np.float64]:
@@ -289,11 +316,11 @@ def _prediction(run: Run) -> tuple[float | None, Answer]:
             compared.append((period, int(measured.max())))
     if not compared:
         is_there = any(foretold is not None for foretold in run.events["Planned"]["predicted_bytes"])
-        why = (
-            "no window was cut as the plan that had one"
-            if is_there
-            else "no plan had one, for sizes were given, or the search had not ended"
-        )
+        why = "no plan had one, for sizes were given, or the search had not ended"
+        if is_there:
+            why = "no window was cut as the plan that had one"
+            if _ranks(run) > 1:
+                why = "the plan is rank 0's, and windows hold the micro-batches of all ranks"
         text = f"There is no prediction to compare: {why}."
         return None, Answer(question=question, text=text, good=None)
     # Relative to what was measured, so that small and large micro-batches count alike.
@@ -345,7 +372,7 @@ def _changes(run: Run) -> Answer:
         where = "" if len(alike) == len(changed) else f" in windows of {largest:,} samples"
         sentences.append(f"{text}; from {cut_text(alike[0][0])} to {cut_text(alike[-1][1])}{where}.")
     elif len(plans) < 2:
-        sentences.append("Nothing made it re-plan.")
+        sentences.append(f"Nothing made {'it' if _ranks(run) == 1 else 'rank 0'} re-plan.")
     sentences += _saved(run)
     # The schedule's own re-plans are told by their number: a ramp may have thousands.
     if scheduled := len(run.events["Replanned"]["step"]) - len(changed):

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from autoaccum.events import Finished, Notice, OutOfMemory, Recomputed, Record, Replanned, Resumed, Validated
+from autoaccum.events import Finished, Notice, OutOfMemory, Recomputed, Record, Replanned, Resumed, Shared, Validated
 from autoaccum.reporting import load_run, write_json
 from autoaccum.reporting.facts import Facts, Period, facts_of, periods
 from autoaccum.verification.notices import (
@@ -318,6 +318,21 @@ def test_windows_of_different_lengths_are_each_cut_by_their_own(of: Any) -> None
         "It settled on micro-batches by length, as 1-4 x 3, after 1 window, for r. It settled on another plan once: "
         "micro-batches by length, as 2-6 x 2, after 3 windows, for r."
     )
+
+
+def test_of_several_ranks_it_is_said_what_is_rank_0s(of: Any) -> None:
+    told = Shared(
+        step=2, micro_batches=((4,), (4,)), peak_bytes=(MIB, 3 * GIB), limit_bytes=(GIB, 2 * GIB),
+        busy_seconds=(1.0, 1.0), waited_seconds=(0.0, 0.0),
+    )  # fmt: skip
+    facts = of(report(1), planned(3, 1, step=1, predicted_bytes=MIB), report(2), told)
+    assert answer(facts, "within memory") == (
+        "Not always: rank 0 used at most 0% of the limit (2.00 MiB of 1.00 GiB, step 2). Of the others rank 1 used the "
+        "most, 150% (3.00 GiB of 2.00 GiB).",
+        False,
+    )
+    assert "the plan is rank 0's, and windows hold the micro-batches of all ranks" in answer(facts, "foreseen")[0]
+    assert answer(facts, "What changed")[0].endswith("Nothing made rank 0 re-plan.")
 
 
 def test_nothing_changed(of: Any) -> None:
