@@ -21,7 +21,7 @@ from autoaccum.training.accumulator import Accumulator
 class Windows:
     """Runs each batch of a run's loop as one window, by an ``Accumulator`` of its optimizer."""
 
-    def __init__(self, trainer: Any, options: Mapping[str, Any], said: Sequence[Event] = ()) -> None:
+    def __init__(self, trainer: Any, options: Mapping[str, Any], said: Sequence[Event]) -> None:
         """Set up; the optimizer is not there yet.
 
         Args:

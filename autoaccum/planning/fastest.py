@@ -60,7 +60,10 @@ class Fastest:
         """Seconds below which a full window belies the times by which its plan was chosen; 0 where none does."""
 
     def planned(self) -> int:
-        """Return the weight that plans are made of: that of the fastest, or the largest while that is not known."""
+        """Return the weight that plans are made of: that of the fastest, or the largest while that is not known.
+
+        Where the largest is the fastest they may reach a little beyond it: see ``Largest.reach``.
+        """
         # The fastest was found among those that fitted then.
         largest = self._largest()
         planned = largest if self.weight is None else min(self.weight, largest)

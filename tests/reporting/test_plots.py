@@ -80,6 +80,9 @@ def test_memory_stands_beside_its_limit_and_its_prediction(run: Run, tmp_path: P
     ends = drawn(figure, "predicted")
     assert [at for at, _ in ends if not math.isnan(at)] == [8, 16, 24, 32], "not of a window that tried more"
     assert math.isnan(ends[2][0])
+    lengths = [report(1), planned(2, 6, step=1, predicted_bytes=3 * MIB), report(2, (1, 7)), report(3, (2, 6))]
+    figure = pictures(load_run(write(tmp_path / "lengths", started(), *lengths)))["memory"]
+    assert [at for at, _ in drawn(figure, "predicted")] == [8, 24], "short samples make larger ones, as planned"
 
 
 def test_the_limit_stands_with_its_headroom(run: Run) -> None:
