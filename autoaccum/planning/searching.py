@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from autoaccum.planning.attempts import Piece, length_at
+from autoaccum.planning.costs import MemoryModel
 from autoaccum.planning.cuts import Lengths, are_alike
 from autoaccum.planning.cutter import Cutter
 from autoaccum.planning.limits import Limits
@@ -138,7 +139,7 @@ class Searching:
         fits, _ = history.bounds
         # Growth needs no such end: its goal is no higher than what is enough.
         if fits and self.goal is None and self.is_enough(fits):
-            return None
+            return num_samples if self._surely_fits_whole(num_samples, lengths) else None
         # Among samples that differ in length a weight is no number of samples.
         next_size = next_within if lengths is None else next_below
         weight = next_size(
@@ -168,13 +169,22 @@ class Searching:
 
     def _may_fit_whole(self, num_samples: int, lengths: Lengths) -> bool:
         """Return whether a window may fit at once that would not beside its gradients, as other micro-batches run."""
-        history = self._cutter.history
-        (fits, fails), model = history.bounds, history.model
-        # In the first search, and where nothing but the forecast stands against it.
-        is_open = self.goal is None and fails is None and fits < num_samples <= self._cutter.heaviest(num_samples, 1)
-        if lengths is not None or model is None or not is_open:
+        model = self._model_of_whole(num_samples, lengths)
+        return model is not None and model.predict(num_samples) - self.gradient_bytes <= self._limits.target_bytes
+
+    def _surely_fits_whole(self, num_samples: int, lengths: Lengths) -> bool:
+        """Return whether a window fits at once even if its samples take twice as much as is predicted."""
+        # An earlier run has timed windows; trials are short, and other work that slows one of them ends the search.
+        model = None if self.known else self._model_of_whole(num_samples, lengths)
+        if model is None or num_samples > FAR * self._cutter.history.bounds[0]:
             return False
-        return model.predict(num_samples) - self.gradient_bytes <= self._limits.target_bytes
+        return model.predict(2 * num_samples) <= self._limits.target_bytes
+
+    def _model_of_whole(self, num_samples: int, lengths: Lengths) -> MemoryModel | None:
+        """Return the memory model if it alone decides whether a window is tried at once: in the first search."""
+        fits, fails = self._cutter.history.bounds
+        is_open = self.goal is None and fails is None and fits < num_samples <= self._cutter.heaviest(num_samples, 1)
+        return self._cutter.history.model if is_open and lengths is None else None
 
     def may_try(self, num_samples: int, lengths: Lengths, planned: int) -> bool:
         """Return whether such a window has room for a trial behind its first micro-batch, of the longest samples.

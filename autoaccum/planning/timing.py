@@ -20,6 +20,8 @@ CLOSE = 1.05
 """Do not time a plan again when it took longer than another by this factor."""
 GAIN = 0.99
 """Prefer a plan of smaller micro-batches only when it takes less than this share of the time."""
+GAIN_OF_SPLIT = 0.97
+"""Prefer a plan that splits the full batch only when it takes less than this share of the full batch's time."""
 FINE = 1.02
 """Do not time a plan between two others when it cannot be faster by this factor."""
 STRAIGHT = 0.03
@@ -79,7 +81,7 @@ class Timing:
         # disturbed, and are timed again until the median of a few windows decides.
         best = self._cost(self.fastest())
         for weight, seconds in self.seconds.items():
-            if len(seconds) < ROUNDS and self._cost(weight) <= CLOSE * best:
+            if len(seconds) < ROUNDS and (self._cost(weight) <= CLOSE * best or self._is_whole(weight)):
                 return weight
         return None
 
@@ -101,8 +103,12 @@ class Timing:
         if not self.seconds:
             return self._candidates[0]
         best = min(map(self._cost, self.seconds))
+
         # Times that differ by less tell nothing, and then the fewest micro-batches are kept.
-        return max(weight for weight in self.seconds if self._cost(weight) * GAIN <= best)
+        def gain(weight: int) -> float:
+            return GAIN_OF_SPLIT if self._is_whole(weight) else GAIN
+
+        return max(weight for weight in self.seconds if self._cost(weight) * gain(weight) <= best)
 
     def rises(self) -> bool:
         """Return whether the largest micro-batches are clearly the fastest, so that larger ones may be faster still."""
@@ -128,14 +134,14 @@ class Timing:
         costs = {}
         for weight in self._candidates:
             costs[weight] = self._cost(weight) if weight in self.seconds else self._predicted(model, weight)
-        best, least = min(costs.values()), min(costs)
+        best, least = min(costs.values()), self._last_half()
         found = []
         if self._choose is not None:
             weight = self._choose(model)
             if self._predicted(model, weight) < GAIN * best:
                 found.append(weight)
         # Smaller micro-batches need not take longer, where a device is busy with few samples already. Twice halved
-        # without a gain is enough: the fastest is then more than twice the smallest.
+        # without a gain is enough: the fastest is then more than twice the smallest half.
         half = max(self._cut(max(1, least // 2)))
         gained_lately = self.fastest() <= 2 * least + 1
         if gained_lately and costs[least] <= CLOSE * best and self._predicted(model, half) <= PROMISING * best:
@@ -146,6 +152,13 @@ class Timing:
             found = self._between(model, best)
             self._expected |= {weight: self._predicted(model, weight) for weight in found}
         return found
+
+    def _last_half(self) -> int:
+        """Return the smallest candidate that halving the largest step by step comes to."""
+        weight = self.largest
+        while (half := max(self._cut(max(1, weight // 2)))) in self._candidates and half < weight:
+            weight = half
+        return weight
 
     def _is_straight(self) -> bool:
         """Return whether sizes between two others took as long as the straight line says: there are no steps."""
@@ -180,4 +193,9 @@ class Timing:
 
     def _cost(self, weight: int) -> float:
         """Return the seconds of windows cut with that weight: what disturbs one of them is not in the median."""
-        return median(self.seconds[weight])
+        # A full batch is split only on proof: other work on the machine can slow each of its few windows but not all.
+        return min(self.seconds[weight]) if self._is_whole(weight) else median(self.seconds[weight])
+
+    def _is_whole(self, weight: int) -> bool:
+        """Return whether windows of that weight are run at once."""
+        return len(self._cut(weight)) == 1

@@ -76,13 +76,28 @@ def test_a_model_is_trusted_further_where_it_would_do_no_harm_to_be_wrong_by_hal
 def test_it_ends_where_larger_ones_are_no_faster() -> None:
     made = searching(1, 2, 4, 8, 16, seconds=float)
     assert made.is_enough(16)
-    assert made.trial_for(256) is None
+    assert made.trial_for(2048) is None
     made.doubts_plateau = True
     assert not made.is_enough(16)
     assert made.trial_for(256) == 32
     made.doubts_plateau, made.goal = False, 24
     assert made.trial_for(256) == 24, "to grow again, whatever was no faster"
     assert not searching(1, 2, 4, 8, 16, seconds=lambda size: 1.0).is_enough(16)
+
+
+def test_a_full_batch_that_surely_fits_is_tried_although_trials_gain_nothing() -> None:
+    """One disturbed trial is enough to end a search, and then the full batch would be split for nothing."""
+    enough = peak(2 * 256)
+    assert searching(1, 2, 4, 8, seconds=float, limit_bytes=enough).trial_for(256) == 256
+    assert searching(1, 2, 4, 8, seconds=float, limit_bytes=enough - 1).trial_for(256) is None
+    assert searching(1, 2, 4, 8, 256, seconds=float).trial_for(256) is None
+    assert searching(1, 2, 4, 8, seconds=float, ceiling=128).trial_for(256) is None
+    of_earlier_run = searching(1, 2, 4, 8, seconds=float, limit_bytes=enough)
+    of_earlier_run.known = 8
+    assert of_earlier_run.trial_for(256) is None
+    refused = searching(1, 2, 4, 8, seconds=float, limit_bytes=enough)
+    refused._cutter.history.add(Trial(micro_batch=256, fits=False), reweigh=False)
+    assert refused.trial_for(256) is None
 
 
 def test_growing_again_ends_at_its_goal() -> None:

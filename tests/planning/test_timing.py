@@ -116,6 +116,29 @@ class TestTiming:
         assert len(found.seconds[64]) == 1
         assert found.fastest() == 32
 
+    @pytest.mark.parametrize(("seconds", "fastest"), [(9.8, 256), (9.6, 128)])
+    def test_a_full_batch_is_split_only_for_three_percent(self, seconds: float, fastest: int) -> None:
+        found = timing(256, 256, (64, 2.5), (128, 5.0), (256, 10.0))
+        while (weight := found.next_weight()) is not None:
+            found.observe(weight, {256: 10.0, 128: seconds}.get(weight, 30.0))
+        assert found.fastest() == fastest
+
+    def test_a_full_batch_is_judged_by_the_fastest_of_three_windows(self) -> None:
+        found = timing(256, 256, (64, 2.5), (128, 5.0), (256, 10.0))
+        of_full = iter([50.0, 50.0, 30.0, 10.0, 30.0])
+        while (weight := found.next_weight()) is not None:
+            found.observe(weight, next(of_full) if weight == 256 else 11.0)
+        assert found.seconds[256] == [50.0, 30.0, 10.0]
+        assert found.fastest() == 256
+
+    def test_halves_of_the_largest_are_timed_although_trials_promise_a_small_one(self) -> None:
+        """The search may come to the full batch at a leap, from a size far below it."""
+        found = timing(256, 256, (4, 0.4), (8, 0.9), (256, 31.0))
+        found._choose = lambda model: 4
+        while (weight := found.next_weight()) is not None:
+            found.observe(weight, {64: 20.0}.get(weight, 30.0))
+        assert found.fastest() == 64
+
     def test_between_two_sizes_steps_are_looked_for(self) -> None:
         """33 to 48 take no longer than 32."""
         found = timing(64, 1024, *((2**power, math.ceil(2**power / 48)) for power in range(7)), closely=True)
@@ -137,6 +160,22 @@ class TestTiming:
         model = found.model()
         assert model is not None
         assert [model.predict(size) for size in (16, 32, 64)] == [1.0, 2.0, 4.0]
+
+
+@pytest.mark.parametrize("seconds", [lambda size: 3e-4 + 1e-6 * size, lambda size: 2e-4 + 4e-6 * size])
+def test_a_small_full_batch_is_not_split_whatever_else_the_machine_does(seconds: Seconds) -> None:
+    """Readings are a third off, and one of ten up to eight times too long."""
+    split = []
+    for seed in range(40):
+        rng = random.Random(seed)
+
+        def noise(rng: random.Random = rng) -> float:
+            return rng.lognormvariate(0, 0.3) * (rng.uniform(1, 8) if rng.random() < 0.1 else 1.0)
+
+        device = Device(24 * 10**9, peak=lambda size, length: 33e7 + 9000 * size, seconds=seconds, noise=noise)
+        training = Training(device, 256)
+        split.append(sum(len(training.run()) > 1 for _ in range(100)))
+    assert sum(count > 10 for count in split) <= 2, split
 
 
 class TestPlateau:
