@@ -133,8 +133,8 @@ class TestTiming:
 
     def test_halves_of_the_largest_are_timed_although_trials_promise_a_small_one(self) -> None:
         """The search may come to the full batch at a leap, from a size far below it."""
-        found = timing(256, 256, (4, 0.4), (8, 0.9), (256, 31.0))
-        found._choose = lambda model: 4
+        trials = [Trial(micro_batch=size, fits=True, seconds=time) for size, time in ((1, 0.1), (4, 0.5), (256, 60.0))]
+        found = Timing(256, cut=lambda weight: cut(256, weight), trials=trials, choose=lambda model: 1)
         while (weight := found.next_weight()) is not None:
             found.observe(weight, {64: 20.0}.get(weight, 30.0))
         assert found.fastest() == 64
