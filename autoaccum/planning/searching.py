@@ -20,7 +20,7 @@ from autoaccum.planning.search import FAR, FEW_SIZES_FIRST, FEW_SIZES_GROWTH, ha
 ENDLESS = 2**62
 """A weight that no micro-batch reaches."""
 NO_FASTER = "larger micro-batches are no faster"
-NOT_TRIED = "no window had room to try larger micro-batches"
+NOT_TRIED = "no batch had room to try larger micro-batches"
 
 
 class Searching:
@@ -245,13 +245,13 @@ class Searching:
         """
         num_samples, lengths = self._cutter.full_window
         if not num_samples or len(self._cutter.sizes(num_samples, lengths, planned)) == 1:
-            return "the whole window fits"
+            return "the full batch fits"
         # Either windows were timed, and fewer micro-batches took longer; or trials gained nothing any more.
         of_full = self._cutter.weights_of_full
         if len(of_full(planned)) > len(of_full(largest)) or self.is_enough(largest):
             return NO_FASTER
         if largest >= self._cutter.ceiling * self._cutter.each(lengths):
-            return "max_micro_batch was passed"
+            return "max_micro_batch is reached"
         history = self._cutter.history
         model = history.model
         # Among samples that differ in length the search may end although twice the weight would fit: see ``may_try``.

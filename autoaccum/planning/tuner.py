@@ -517,7 +517,7 @@ class Tuner:
     def reason(self) -> str:
         """Return why plans have no larger micro-batches, for people to read."""
         if not self._learns:
-            return "micro_batch was passed"
+            return "micro_batch is set"
         return self.search.reason(self._fastest.planned(), self._largest.weight)
 
     # As memory comes and goes.

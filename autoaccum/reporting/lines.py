@@ -158,10 +158,10 @@ def line(event: Event) -> str | None:
         # Whatever is not known is left out: a plan that needed no memory model has no prediction to tell.
         predicted = "" if event.predicted_bytes is None else f"{format_bytes(event.predicted_bytes)} predicted"
         if event.prediction_error is not None:
-            predicted += f" (predictions were {event.prediction_error:.1%} off)"
+            predicted += f" (predictions so far: {event.prediction_error:.1%} off)"
         memory = ", ".join(filter(None, (predicted, f"limit {format_bytes(event.limit_bytes)}")))
         saving = "" if event.memory_saving == "off" else f"; {event.memory_saving}"
-        return f"plan: {cut_text(event.sizes)}, for {event.reason}; {memory}{saving}"
+        return f"plan: {cut_text(event.sizes)} ({event.reason}); memory: {memory}{saving}"
     if isinstance(event, Replanned):
         return f"step {event.step}: {event.reason}: {cut_text(event.old)} -> {cut_text(event.new)}"
     if isinstance(event, MemorySaving):
@@ -172,17 +172,17 @@ def line(event: Event) -> str | None:
         metrics = f", {metrics_text(event.metrics)}" if event.metrics else ""
         return f"epoch {event.epoch}: validation loss {event.loss:.4f}{metrics}"
     if isinstance(event, StepSkipped):
-        return f"step {event.step}: skipped, for {event.reason}"
+        return f"step {event.step}: skipped ({event.reason})"
     if isinstance(event, OutOfMemory) and event.phase == "validation":  # in training a re-plan says it
         return f"step {event.step}: out of memory in validation at a micro-batch of {event.micro_batch}"
     if isinstance(event, OutOfMemory) and event.phase == "optimizer":
-        return f"step {event.step}: out of memory in the optimizer, which had written nothing: tried again"
+        return f"step {event.step}: out of memory in the optimizer step; nothing was written, so it runs again"
     if isinstance(event, Waiting):
         where = " in validation" if event.phase == "validation" else ""
         return (
-            f"step {event.step}: out of memory{where} at a micro-batch of {event.micro_batch}, the smallest: waiting "
-            f"for up to {event.seconds:g} s; it needs {format_bytes(event.needed_bytes)} or more, and "
-            f"{format_bytes(event.limit_bytes)} may be used"
+            f"step {event.step}: out of memory{where} at the smallest micro-batch ({event.micro_batch}): waiting up to "
+            f"{event.seconds:g} s for memory; it needs at least {format_bytes(event.needed_bytes)}, the limit is "
+            f"{format_bytes(event.limit_bytes)}"
         )
     if isinstance(event, Compiled) and event.compilations:
         what = counted(event.compilations, "compilation")
@@ -207,24 +207,24 @@ def shared_text(event: Shared) -> str:
     # Of thousands of ranks only the extremes are worth a line; records have all of them.
     shown = " + ".join(map(str, parts)) if len(parts) <= SHOWN else f"{min(parts)} to {max(parts)} samples each"
     share = f"{min(waited):.0%} to {max(waited):.0%}"
-    return f"step {event.step}: {len(parts)} ranks: {shown}; they waited {share} of the time"
+    return f"step {event.step}: {len(parts)} ranks: {shown}; waiting: {share} of the time"
 
 
 def verified_text(event: Verified) -> str:
     """Return what was measured of a gradient, as a text."""
     cuts = ", ".join("+".join(map(str, sizes)) for sizes in event.cuts)
-    verdict = "cut windows have the gradient of whole ones" if event.passed else "cut windows have another gradient"
-    where = "" if event.passed or event.tensor is None else f", the most in {event.tensor}"
+    verdict = "exact" if event.passed else "not exact"
+    where = "" if event.passed or event.tensor is None else f" in {event.tensor}"
     # The words of several terms are for people; those of one weight are what users find in docs and records.
     by = event.hypothesis if event.hypothesis in WORDS else in_words(event.hypothesis)
     if event.passed and by == "sum and penalties":
-        by += " (terms of the parameters alone count once a window; in the loss that is reported, once a micro-batch)"
+        by += " (penalties on parameters count once a step, and once a micro-batch in the reported loss)"
     # What passes only for rounding, as 64 bits or other orders show, is taken for the tolerance itself.
     is_rounded = event.passed and event.error == event.tolerance
-    allowed = "for rounding, as was measured" if is_rounded else f"{event.tolerance:.0e} allowed"
+    allowed = "within measured rounding" if is_rounded else f"{event.tolerance:.0e} allowed"
     return (
-        f"step {event.step}: {verdict}: {event.error:.1e} off{where} ({allowed}), measured on "
-        f"{event.samples} samples cut {cuts}, by {by}"
+        f"step {event.step}: gradient check: {verdict}, relative error {event.error:.1e}{where} ({allowed}; "
+        f"{event.samples} samples split {cuts}; averaged by {by})"
     )
 
 
@@ -232,10 +232,10 @@ def _recomputed_text(event: Recomputed) -> str:
     found = []
     if event.operations:
         operations = counted(event.operations, "operation")
-        found.append(f"what is computed twice comes to the same bits, measured on {operations}")
+        found.append(f"activation checkpointing is bit-identical (checked on {operations})")
     if event.storages:
         storages = counted(event.storages, "storage")
-        found.append(f"what was on the host comes back with the same bits, measured on {storages}")
+        found.append(f"CPU offloading is bit-identical (checked on {storages})")
     return "; ".join(found)
 
 
@@ -261,12 +261,12 @@ def state_text(report: StepReport, plan: tuple[int, ...] = ()) -> str:
     outputs = ""
     if report.outputs:
         means = list(means_of(report.outputs).items())
-        outputs = "".join(f"{name}={value:.4g}, " for name, value in means[:SHOWN])
+        outputs = "".join(f"{name} {value:.4g}, " for name, value in means[:SHOWN])
         outputs += "..., " if len(means) > SHOWN else ""  # else nothing of the line but them would be seen
     cut = cut_text(plan if sum(plan) > report.effective_batch else report.micro_batches)
     return (
-        f"loss={report.loss:.4f}, {outputs}{cut}, "
-        f"{format_bytes(report.peak_bytes)} / {format_bytes(report.limit_bytes)}"
+        f"loss {report.loss:.4f}, {outputs}micro-batches {cut}, "
+        f"memory {format_bytes(report.peak_bytes)} of {format_bytes(report.limit_bytes)}"
     )
 
 

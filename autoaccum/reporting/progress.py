@@ -12,7 +12,7 @@ from tqdm.auto import tqdm
 from autoaccum.events import Finished, Notice, Record, Resumed, Saved, Started, StepReport, Waiting
 from autoaccum.reporting.lines import Narrator, state_text
 
-_FIRST = "the first window takes longer"
+_FIRST = "first step: trying micro-batch sizes"
 
 
 class Teller:
@@ -37,8 +37,8 @@ class Teller:
         Args:
             may_repeat: whether a second one would stop at once.
         """
-        text = f"ends after this {'validation' if self._is_validating else 'window'}"
-        text += "; Ctrl-C again to stop now" if may_repeat else ""
+        text = f"stopping after this {'validation' if self._is_validating else 'step'}"
+        text += "; press Ctrl-C again to stop now" if may_repeat else ""
         # A handler runs in the midst of whatever the process was doing: of a write to the same stream too, which
         # cannot be entered twice.
         with suppress(RuntimeError):
@@ -121,7 +121,7 @@ class ProgressBar(Teller):
         """Tell it, and show it in the bar until the end: there it stands where nothing could be written just now."""
         self._is_ending = True
         if self._bar is not None:
-            self._bar.set_description_str("ending", refresh=False)
+            self._bar.set_description_str("stopping", refresh=False)
         super().ending(may_repeat=may_repeat)
 
     def close(self) -> None:
