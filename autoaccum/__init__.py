@@ -76,7 +76,14 @@ def __getattr__(name: str) -> Any:
         return import_module(f"{__name__}.{name}")
     if name not in _HOMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    value = globals()[name] = getattr(import_module(f"{__name__}.{_HOMES[name]}"), name)  # looked up once
+    from autoaccum.errors import MissingExtraError
+
+    home = f"{__name__}.{_HOMES[name]}"
+    try:
+        value = globals()[name] = getattr(import_module(home), name)  # looked up once
+    except MissingExtraError:
+        # The call raises it, so that ``help(autoaccum)`` and ``from autoaccum import *``, which get every name, do not.
+        return lambda *args, **kwargs: getattr(import_module(home), name)(*args, **kwargs)
     return value
 
 

@@ -54,6 +54,8 @@ autoaccum.errors.ArgumentError: effective_batch=0: expected an int of at least 1
 
 from __future__ import annotations
 
+import shlex
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -263,9 +265,7 @@ class LossSideEffectError(LossError):
 
 
 class NonFiniteLossError(LossError):
-    """A NaN or infinite loss in the very first window: no step was taken."""
-
-    # Only in the first, where it is a mistake. Later it may be a spike, which is announced, and training goes on.
+    """A NaN or infinite loss in the very first window: no step was taken. Later ones are reported."""
 
     def __init__(self, loss: float) -> None:
         self.loss = loss
@@ -569,10 +569,11 @@ class MissingExtraError(AutoaccumError, ImportError):
     """A package that an optional part of autoaccum needs, and that is not installed."""
 
     def __init__(self, package: str, extra: str, purpose: str) -> None:
-        # An ImportError too, for code that tries an optional part and does without it.
         self.package = package
         self.extra = extra
-        super().__init__(f"{purpose} needs {package}, which is not installed: pip install 'autoaccum[{extra}]'")
+        # The package itself, as autoaccum is on no package index; for this interpreter, as "python" may be another.
+        python = shlex.quote(sys.executable or "python")
+        super().__init__(f"{purpose} needs {package}, which is not installed. Run: {python} -m pip install {package}")
 
 
 class RecipeError(AutoaccumError):
@@ -595,6 +596,4 @@ class StopTraining(Exception):
 
 
 class AutoaccumWarning(UserWarning):
-    """Said once, with the cause, the consequence and the cure; the run goes on."""
-
-    # A class of its own, so that a filter can silence these, or make errors of them, and no others.
+    """Said once, with the cause, the consequence and the cure; the run goes on. Filters can name this class."""

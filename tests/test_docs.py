@@ -260,7 +260,7 @@ def test_quick_start_begins_with_two_commands_of_one_line() -> None:
     text = (ROOT / "README.md").read_text().split("## Quick start\n", 1)[1]
     first, second = re.match(r"\n```\n(.*)\n```\n\n```\n(.*)\n```\n", text).groups()  # type: ignore[union-attr]
     fit = "autoaccum fit examples/char_gpt.py --effective-batch 256"
-    assert first == f'python -m pip install -c constraints.txt ".[plot]" && {fit}'
+    assert first == f'python -m pip install -c constraints.txt ".[plot,sweep]" && {fit}'
     assert second == 'python -m pip install -c constraints.txt -e ".[test]" && python -m pytest'
 
 

@@ -2,12 +2,20 @@
 
 from __future__ import annotations
 
+import ast
 import re
+import shlex
+import subprocess
+import sys
 import tomllib
 from pathlib import Path
 from typing import Any
 
 import pytest
+from packaging.requirements import Requirement
+
+from autoaccum.errors import MissingExtraError
+from tests.house import modules
 
 ROOT = Path(__file__).parent.parent
 PROJECT: dict[str, Any] = tomllib.loads((ROOT / "pyproject.toml").read_text())
@@ -62,3 +70,41 @@ def test_classifiers_are_the_versions_that_were_tested() -> None:
     assert PROJECT["project"]["requires-python"] == f">={versions[0]}"
     tested = re.findall(r"^\| (3\.\d+) \| (?!not tested)", (ROOT / "CONTRIBUTING.md").read_text(), re.MULTILINE)
     assert versions == tested
+
+
+EXTRAS: dict[str, list[str]] = PROJECT["project"]["optional-dependencies"]
+RAISED = {
+    tuple(ast.literal_eval(argument) for argument in node.args)
+    for path in modules().values()
+    for node in ast.walk(ast.parse(path.read_text()))
+    if isinstance(node, ast.Call) and ast.unparse(node.func) == "MissingExtraError"
+}
+"""(package, extra, purpose) of each error about an extra that is not installed."""
+
+
+@pytest.mark.parametrize(("package", "extra", "purpose"), sorted(RAISED))
+def test_the_command_that_an_error_names_installs_the_extra(package: str, extra: str, purpose: str) -> None:
+    (needed,) = EXTRAS[extra]
+    command = str(MissingExtraError(package, extra, purpose)).partition("Run: ")[2]
+    assert shlex.split(command) == [sys.executable, "-m", "pip", "install", Requirement(needed).name]
+
+
+@pytest.mark.parametrize("extra", ["plot", "sweep"])
+def test_the_command_that_an_error_names_runs(extra: str) -> None:
+    """On what the tests have installed, so that it takes no network."""
+    (error,) = {MissingExtraError(*facts) for facts in RAISED if facts[1] == extra}
+    command = [*shlex.split(str(error).partition("Run: ")[2]), "--no-index", "--no-deps", "--dry-run"]
+    done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=600)
+    assert f"Requirement already satisfied: {error.package}" in done.stdout
+
+
+def test_the_extras_for_errors_are_found() -> None:
+    assert {extra for _, extra, _ in RAISED} == {"mlflow", "plot", "sweep", "tensorboard", "wandb"}
+
+
+def test_optuna_is_needed_for_sweeps_alone() -> None:
+    core = {Requirement(each).name for each in PROJECT["project"]["dependencies"]}
+    assert core == {"cyclopts", "numpy", "platformdirs", "psutil", "safetensors", "torch", "tqdm"}
+    # Tests sweep and draw, and one example is a sweep.
+    assert {*EXTRAS["sweep"], *EXTRAS["plot"]} <= {*EXTRAS["test"]}
+    assert {*EXTRAS["sweep"]} <= {*EXTRAS["examples"]}

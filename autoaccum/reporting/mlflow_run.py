@@ -58,7 +58,7 @@ class MLflowReporter(Follower):
             import mlflow
             from mlflow.exceptions import MlflowException
         except ImportError:
-            raise MissingExtraError("mlflow", "mlflow", "MLflowReporter") from None
+            raise MissingExtraError("mlflow-skinny", "mlflow", "MLflowReporter") from None
         super().__init__()
         self._mlflow: Any = mlflow
         self._missing: Any = MlflowException

@@ -262,4 +262,3 @@ def test_without_matplotlib(module: str) -> None:
     )
     child = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
     assert child.stdout.strip() == str(MissingExtraError("matplotlib", "plot", "autoaccum report"))
-    assert "pip install 'autoaccum[plot]'" in child.stdout

@@ -172,6 +172,6 @@ def test_another_run_in_the_same_directory_has_an_id_of_its_own(
 
 def test_without_the_package(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "wandb", None)
-    with pytest.raises(MissingExtraError, match=r"needs wandb, .* pip install 'autoaccum\[wandb\]'") as raised:
+    with pytest.raises(MissingExtraError, match=r"needs wandb, .* -m pip install wandb$") as raised:
         WandbReporter()
     assert (raised.value.package, raised.value.extra) == ("wandb", "wandb")
