@@ -133,7 +133,7 @@ def _app() -> App:
     # By their names, so that each is made, with its options, only when it is called: torch takes seconds to import,
     # and plan and help have no use for it.
     for name, text in {
-        "check": "Measure whether windows that are cut have the gradient of whole ones: the first thing to run.\n\n"
+        "check": "Measure whether split batches have the gradient of the full batch: the first thing to run.\n\n"
         f"The exit code is 0 where they have, and 1 where they have not or it cannot be measured. {override}",
         "estimate": "Estimate what fits on a device that is not at hand, without running anything.\n\n"
         f"The exit code is 3 where not one sample fits. {override}",

@@ -25,10 +25,10 @@ one: where it is not 0 either, the lowest count, 1 mostly, may stand for none, o
 
 WORDS: dict[str, str] = {
     "num_items": "a mean over what num_items counts",
-    "items": "a mean over the items that its graph counts",
+    "items": "a mean over its items",
     "samples": "a mean over samples",
     "sum": "a sum over samples",
-    "sum and penalties": "a sum over samples, beside terms of the parameters alone",
+    "sum and penalties": "a sum over samples, plus penalties on parameters",
 }
 """What people are told of each."""
 

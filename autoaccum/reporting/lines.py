@@ -27,7 +27,7 @@ from autoaccum.events import (
     Verified,
     Waiting,
 )
-from autoaccum.loss.hypotheses import WORDS, in_words
+from autoaccum.loss.hypotheses import in_words
 from autoaccum.memory import clock
 
 NEWS = 1.2
@@ -215,16 +215,15 @@ def verified_text(event: Verified) -> str:
     cuts = ", ".join("+".join(map(str, sizes)) for sizes in event.cuts)
     verdict = "exact" if event.passed else "not exact"
     where = "" if event.passed or event.tensor is None else f" in {event.tensor}"
-    # The words of several terms are for people; those of one weight are what users find in docs and records.
-    by = event.hypothesis if event.hypothesis in WORDS else in_words(event.hypothesis)
-    if event.passed and by == "sum and penalties":
-        by += " (penalties on parameters count once a step, and once a micro-batch in the reported loss)"
+    loss = in_words(event.hypothesis)
+    if event.passed and event.hypothesis == "sum and penalties":
+        loss += " (penalties on parameters count once a step, and once a micro-batch in the reported loss)"
     # What passes only for rounding, as 64 bits or other orders show, is taken for the tolerance itself.
     is_rounded = event.passed and event.error == event.tolerance
     allowed = "within measured rounding" if is_rounded else f"{event.tolerance:.0e} allowed"
     return (
         f"step {event.step}: gradient check: {verdict}, relative error {event.error:.1e}{where} ({allowed}; "
-        f"{event.samples} samples split {cuts}; averaged by {by})"
+        f"{event.samples} samples split {cuts}; the loss is {loss})"
     )
 
 

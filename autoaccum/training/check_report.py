@@ -71,11 +71,11 @@ class CheckReport:
 
     def _lines(self) -> Iterator[str]:
         if self.passed is None:
-            yield "NOT MEASURED: whether windows that are cut have the gradient of whole ones"
+            yield "NOT MEASURED: whether split batches have the gradient of the full batch"
         elif self.passed:
-            yield "EXACT: windows that are cut have the gradient of whole ones"
+            yield "EXACT: split batches have the gradient of the full batch"
         else:
-            yield "NOT EXACT: windows that are cut have another gradient than whole ones"
+            yield "NOT EXACT: split batches have another gradient than the full batch"
         yield ""
         if self.notice is not None:
             yield from _entry("cause", f"{self.notice.cause}.")
@@ -85,21 +85,22 @@ class CheckReport:
             return
         if self.passed:
             yield from _entry("the loss", in_words(self.hypothesis or ""))
-        allowed = f"{format_error(self.tolerance)} is rounding of {'64' if self.tolerance <= 1e-6 else '32'} bits"
-        yield from _entry("error", f"{format_error(self.error)} of the gradient, where up to {allowed}")
-        yield from _entry("measured on", f"{self.samples} samples, in {self.seconds:.2g} s")
+        dtype = f"float{'64' if self.tolerance <= 1e-6 else '32'}"
+        rounding = f"up to {format_error(self.tolerance)} is rounding in {dtype}"
+        yield from _entry("error", f"{format_error(self.error)}, relative to the gradient ({rounding})")
+        yield from _entry("measured", f"on {self.samples} samples, in {self.seconds:.2g} s")
         sizes = {cut: " + ".join(map(str, cut.sizes)) for cut in self.cuts}
-        yield from _table("cut into", [(sizes[cut], cut.error) for cut in self.cuts], self.tolerance)
+        yield from _table("split into", [(sizes[cut], cut.error) for cut in self.cuts], self.tolerance)
         # Which of several terms is which is said where the words alone do not tell two of them apart.
         words = [in_words(name) for name in self.hypotheses]
         says = term_by_term if len(set(words)) < len(words) else in_words
         rows = [(says(name), error) for name, error in self.hypotheses.items()]
         # Of a loss that is exact the others are what it is not.
-        yield from _table("the loss taken for", rows, self.tolerance, "ruled out" if self.passed else "not exact")
+        yield from _table("if the loss were", rows, self.tolerance, "ruled out" if self.passed else "not exact")
         worst = list(self.tensors.items())
         yield from _table("parameter", worst[:_MOST_TENSORS], self.tolerance)
         if len(worst) > _MOST_TENSORS:
-            yield f"  and {len(worst) - _MOST_TENSORS} more, none of them worse"
+            yield f"  and {len(worst) - _MOST_TENSORS} more, with smaller errors"
 
 
 def _entry(name: str, text: str) -> list[str]:

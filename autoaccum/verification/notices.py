@@ -419,7 +419,7 @@ def joined_notice(
 def unmeasured_notice(why: str) -> Notice:
     """Return what to say when it could not be measured whether windows that are cut have the whole one's gradient."""
     return Notice(
-        cause=f"It could not be measured whether windows that are cut have the gradient of whole ones: {why}",
+        cause=f"It could not be measured whether split batches have the gradient of the full batch: {why}",
         consequence="What the loss is was read off its graph, and not compared with a whole window",
         cure="Draw by PyTorch's, as torch.rand and torch.randint do, whose draws each part is given"
         if why == FOREIGN

@@ -157,7 +157,7 @@ def test_ctrl_c_ends_the_run_after_the_window_with_the_summary(
         child.send_signal(signal.SIGINT)
         _, err = child.communicate(timeout=600)
     assert child.returncode == 130
-    assert "ends after this window; Ctrl-C again to stop now" in err
+    assert "stopping after this step; press Ctrl-C again to stop now" in err
     assert "\ninterrupted: " in err
     assert "Traceback" not in err
 
@@ -182,7 +182,7 @@ def test_a_ctrl_c_that_stops_at_once_exits_with_130_and_no_traceback(
     recipe = tiny("'loss_fn': stop," if where == "loss" else "'loss_fn': stop(),", top=twice)
     assert main(["fit", recipe, "--effective-batch", "8", *QUIET]) == 130
     told = capsys.readouterr().err
-    assert told == ("ends after this window; Ctrl-C again to stop now\n" if where == "loss" else "")
+    assert told == ("stopping after this step; press Ctrl-C again to stop now\n" if where == "loss" else "")
 
 
 def test_a_recipe_serves_from_its_folder_under_any_working_directory(

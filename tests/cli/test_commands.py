@@ -115,7 +115,7 @@ def test_check_prints_a_page_and_exits_with_0_where_it_is_exact(
     recipe = tiny("'effective_batch': 12, 'epochs': 3, 'lr': 0.5,")  # which check does not take
     assert main(["check", recipe, "--device", "cpu"]) == 0
     out, err = capsys.readouterr()
-    assert out.startswith("EXACT: windows that are cut have the gradient of whole ones\n")
+    assert out.startswith("EXACT: split batches have the gradient of the full batch\n")
     assert "  1 + 2 + 3 " in out
     assert err == ""
 

@@ -138,7 +138,7 @@ def test_a_second_ctrl_c_in_a_validation_says_where_the_run_is_kept(
     assert main(["fit", recipe, *PLAIN, *(["--run-dir", str(place)] if is_named else [])]) == 130
     (place,) = [place] if is_named else runs()
     err = capsys.readouterr().err
-    assert "ends after this validation; Ctrl-C again to stop now\n" in err
+    assert "stopping after this validation; press Ctrl-C again to stop now\n" in err
     assert f"\nkept in {place}, to go on: autoaccum fit {recipe} " in err
     assert [path.name for path in (place / "checkpoints").glob("step-*")] == ["step-00000001"]
 

@@ -10,7 +10,7 @@ from autoaccum.loss.hypotheses import SUMS, WORDS, in_words, is_stated, kinds_in
 def test_each_has_words_and_sums_are_told_from_means() -> None:
     assert set(WORDS) == {"num_items", "items", "samples", "sum", "sum and penalties"}
     assert set(SUMS) == {"sum", "sum and penalties"}
-    assert in_words("items") == "a mean over the items that its graph counts"
+    assert in_words("items") == "a mean over its items"
 
 
 def test_the_kinds_of_terms_come_back_by_their_names_in_their_order() -> None:

@@ -1005,7 +1005,7 @@ def test_where_few_sizes_are_tried_one_without_room_to_be_run_twice_is_measured(
 
 
 @pytest.mark.parametrize(
-    ("ceiling", "why"), [(8, "max_micro_batch was passed"), (32, "larger micro-batches do not fit")]
+    ("ceiling", "why"), [(8, "max_micro_batch is reached"), (32, "larger micro-batches do not fit")]
 )
 def test_why_micro_batches_are_no_larger(ceiling: int, why: str) -> None:
     device = Linear(100 if ceiling == 8 else 9)

@@ -58,10 +58,10 @@ def test_that_a_signal_ends_it_is_told_at_once_and_in_the_last_line(capsys: pyte
     tell = EpochLines()
     tell(report(1))
     tell.ending(may_repeat=True)
-    assert capsys.readouterr().err == "ends after this window; Ctrl-C again to stop now\n"
+    assert capsys.readouterr().err == "stopping after this step; press Ctrl-C again to stop now\n"
     with tell.validating():
         tell.ending(may_repeat=False)
-    assert capsys.readouterr().err == "ends after this validation\n"
+    assert capsys.readouterr().err == "stopping after this validation\n"
     tell(Finished(step=1, reason="interrupted"))
     line, end = capsys.readouterr().err.splitlines()
     assert line.startswith("epoch 0: loss ")

@@ -286,10 +286,10 @@ def test_every_plan_that_was_settled_on_is_told(of: Any) -> None:
     assert answer(of(*records), "What changed")[0].startswith(
         "It settled on 4 x 2 after 1 window, for larger micro-batches do not fit. Nothing made it re-plan."
     )
-    told = answer(of(planned(8, step=3, reason="the whole window fits")), "What changed")[0]
+    told = answer(of(planned(8, step=3, reason="the full batch fits")), "What changed")[0]
     assert told.startswith(
         "It settled on 4 x 2 after 1 window, for larger micro-batches do not fit. "
-        "It settled on another plan once: 8 x 1 after 3 windows, for the whole window fits. How memory is saved"
+        "It settled on another plan once: 8 x 1 after 3 windows, for the full batch fits. How memory is saved"
     )
     told = answer(of(planned(4, 4, step=3, reason="r")), "What changed")[0]
     assert "It settled on another plan twice, the last time 4 x 2 after 3 windows, for r. How memory" in told

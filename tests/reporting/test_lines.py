@@ -29,7 +29,7 @@ from tests.reporting.synthetic import planned, report, shared, started, verified
 
 LINES: dict[Any, str | None] = {
     started(): None,
-    planned(4, 4, predicted_bytes=2**30): "plan: 4 x 2, for r; 1.00 GiB predicted, limit 1.00 GiB",
+    planned(4, 4, predicted_bytes=2**30): "plan: 4 x 2 (r); memory: 1.00 GiB predicted, limit 1.00 GiB",
     Replanned(step=2, old=(4, 4), new=(3, 3, 2), reason="out of memory"): ("step 2: out of memory: 4 x 2 -> 2-3 x 3"),
     OutOfMemory(step=2, phase="training", micro_batch=4): None,
     OutOfMemory(step=2, phase="validation", micro_batch=4): (
@@ -39,48 +39,48 @@ LINES: dict[Any, str | None] = {
         step=2, old="off", new="checkpoint, model.h", reason="out of memory", blocks=4, held_bytes=9, recomputed_bytes=8
     ): "step 2: memory saving off -> checkpoint, model.h: out of memory",
     Recomputed(step=3, saving="checkpoint, model.h", operations=120): (
-        "step 3: what is computed twice comes to the same bits, measured on 120 operations"
+        "step 3: activation checkpointing is bit-identical (checked on 120 operations)"
     ),
     Recomputed(step=3, saving="offload, saved tensors", operations=0, storages=1): (
-        "step 3: what was on the host comes back with the same bits, measured on 1 storage"
+        "step 3: CPU offloading is bit-identical (checked on 1 storage)"
     ),
     Recomputed(step=3, saving="both", operations=2, storages=2): (
-        "step 3: what is computed twice comes to the same bits, measured on 2 operations; what was on the host comes back "
-        "with the same bits, measured on 2 storages"
+        "step 3: activation checkpointing is bit-identical (checked on 2 operations); CPU offloading is "
+        "bit-identical (checked on 2 storages)"
     ),
     Validated(step=2, epoch=1, loss=0.5, num_samples=5, micro_batch=3, seconds=1.0): "epoch 1: validation loss 0.5000",
     Validated(
         step=2, epoch=1, loss=0.25, metrics={"accuracy": 0.953, "f1": 1 / 3}, num_samples=5, micro_batch=3, seconds=1.0
     ): "epoch 1: validation loss 0.2500, accuracy 0.953, f1 0.3333",
     Waiting(step=2, phase="training", micro_batch=1, needed_bytes=2**30, limit_bytes=2**29, seconds=60.0): (
-        "step 2: out of memory at a micro-batch of 1, the smallest: waiting for up to 60 s; it needs 1.00 GiB or more, "
-        "and 512.00 MiB may be used"
+        "step 2: out of memory at the smallest micro-batch (1): waiting up to 60 s for memory; it needs at least "
+        "1.00 GiB, the limit is 512.00 MiB"
     ),
     Waiting(step=2, phase="validation", micro_batch=1, needed_bytes=2, limit_bytes=1, seconds=0.5): (
-        "step 2: out of memory in validation at a micro-batch of 1, the smallest: waiting for up to 0.5 s; it needs 2 B "
-        "or more, and 1 B may be used"
+        "step 2: out of memory in validation at the smallest micro-batch (1): waiting up to 0.5 s for memory; it needs "
+        "at least 2 B, the limit is 1 B"
     ),
     Compiled(
         step=2, micro_batch=16, compilations=1, seconds=2.5
     ): "step 2: 1 compilation at a micro-batch of 16, in 2.5 s",
     Compiled(step=2, micro_batch=16, compilations=0, seconds=2.5): None,
-    StepSkipped(step=3, reason="overflow"): "step 3: skipped, for overflow",
+    StepSkipped(step=3, reason="overflow"): "step 3: skipped (overflow)",
     Notice(cause="A", consequence="B", cure="C"): "A. B. C.",
     verified(1.4e-7, tensor="net.bias"): (
-        "step 1: cut windows have the gradient of whole ones: 1.4e-07 off (2e-05 allowed), measured on 6 samples cut "
-        "1+2+3, 3+2+1, 2+2+2, by items"
+        "step 1: gradient check: exact, relative error 1.4e-07 (2e-05 allowed; 6 samples split 1+2+3, 3+2+1, 2+2+2; "
+        "the loss is a mean over its items)"
     ),
     # One that a further measurement has shown to be rounding.
     dataclasses.replace(verified(3.4e-5), tolerance=3.4e-5): (
-        "step 1: cut windows have the gradient of whole ones: 3.4e-05 off (for rounding, as was measured), measured on "
-        "6 samples cut 1+2+3, 3+2+1, 2+2+2, by items"
+        "step 1: gradient check: exact, relative error 3.4e-05 (within measured rounding; 6 samples split 1+2+3, "
+        "3+2+1, 2+2+2; the loss is a mean over its items)"
     ),
     verified(0.27, step=3, tensor="net.bias"): (
-        "step 3: cut windows have another gradient: 2.7e-01 off, the most in net.bias (2e-05 allowed), measured on 6 "
-        "samples cut 1+2+3, 3+2+1, 2+2+2, by items"
+        "step 3: gradient check: not exact, relative error 2.7e-01 in net.bias (2e-05 allowed; 6 samples split 1+2+3, "
+        "3+2+1, 2+2+2; the loss is a mean over its items)"
     ),
-    shared(): "step 3: 2 ranks: 5 + 3; they waited 20% to 50% of the time",
-    shared(4): "step 3: 8 ranks: 3 to 5 samples each; they waited 20% to 50% of the time",
+    shared(): "step 3: 2 ranks: 5 + 3; waiting: 20% to 50% of the time",
+    shared(4): "step 3: 8 ranks: 3 to 5 samples each; waiting: 20% to 50% of the time",
     Saved(step=3, path="a/b", seconds=0.25): "step 3: saved a/b in 0.25 s",
     Resumed(step=3, num_samples=24, checkpoint="a/b"): "step 3: resumed from a/b, 24 samples in",
     Finished(step=3, reason="budget"): None,
@@ -98,18 +98,18 @@ def test_what_each_event_says(event: Any, text: str | None) -> None:
 
 
 def test_a_window_says_how_things_stand() -> None:
-    assert state_text(report(2, (3, 3, 2))) == "loss=1.0000, 2-3 x 3, 2.00 MiB / 1.00 GiB"
-    assert state_text(report(2, (3,)), (4, 4)) == "loss=1.0000, 4 x 2, 2.00 MiB / 1.00 GiB", "a short one"
-    assert state_text(report(2, (3, 3, 2)), (4, 4)) == "loss=1.0000, 2-3 x 3, 2.00 MiB / 1.00 GiB"
+    assert state_text(report(2, (3, 3, 2))) == "loss 1.0000, micro-batches 2-3 x 3, memory 2.00 MiB of 1.00 GiB"
+    assert state_text(report(2, (3,)), (4, 4)) == "loss 1.0000, micro-batches 4 x 2, memory 2.00 MiB of 1.00 GiB", "a short one"
+    assert state_text(report(2, (3, 3, 2)), (4, 4)) == "loss 1.0000, micro-batches 2-3 x 3, memory 2.00 MiB of 1.00 GiB"
 
 
 def test_a_window_says_what_is_beside_its_loss() -> None:
     outputs: dict[str, Any] = {"accuracy": 0.95312, "losses": torch.ones(2), "n": 1e6}
     assert state_text(report(2, outputs=outputs)) == (
-        "loss=1.0000, accuracy=0.9531, n=1e+06, 4 x 2, 2.00 MiB / 1.00 GiB"
+        "loss 1.0000, accuracy 0.9531, n 1e+06, micro-batches 4 x 2, memory 2.00 MiB of 1.00 GiB"
     )
     many = {f"m{n}": float(n) for n in range(6)}
-    assert state_text(report(2, outputs=many)).startswith("loss=1.0000, m0=0, m1=1, m2=2, m3=3, ..., 4 x 2")
+    assert state_text(report(2, outputs=many)).startswith("loss 1.0000, m0 0, m1 1, m2 2, m3 3, ..., micro-batches 4 x 2")
 
 
 def test_the_end_of_a_run_says_what_is_beside_its_loss() -> None:

@@ -205,7 +205,7 @@ def test_plans_stand_in_the_order_in_which_they_began(tmp_path: Path) -> None:
         *(report(step) for step in range(1, 7)),
         planned(4, 4, step=6, reason="larger ones do not fit"),
         saving(step=7),
-        planned(8, step=6, reason="the whole window fits"),
+        planned(8, step=6, reason="the full batch fits"),
         *(report(step) for step in range(7, 10)),
         Replanned(step=9, old=(8,), new=(4, 4), reason="out of memory"),
         planned(4, 4, step=9, reason="larger ones do not fit"),

@@ -63,7 +63,7 @@ def test_the_bar_shows_loss_speed_micro_batches_and_memory(shown: Any) -> None:
     bar = shown(started(), *WINDOWS, FINISHED)[0]
     assert bar.startswith("100%|")
     assert re.search(r"\| 20/20 \[00:00<00:00, +\d+\.\d+ samples/s, ", bar)
-    assert bar.endswith(", loss=0.6667, 2 x 2, 3.00 MiB / 1.00 GiB]")
+    assert bar.endswith(", loss 0.6667, micro-batches 2 x 2, memory 3.00 MiB of 1.00 GiB]")
 
 
 def test_the_bar_advances_by_the_samples_of_each_window(shown: Any) -> None:
@@ -72,7 +72,7 @@ def test_the_bar_advances_by_the_samples_of_each_window(shown: Any) -> None:
 
 
 def test_the_bar_of_data_of_unknown_length_counts(shown: Any) -> None:
-    assert re.match(r"20 samples \[00:00, .* samples/s, loss=", shown(started(None), *WINDOWS, FINISHED)[0])
+    assert re.match(r"20 samples \[00:00, .* samples/s, loss ", shown(started(None), *WINDOWS, FINISHED)[0])
 
 
 def test_the_bar_of_a_resumed_run_goes_on_from_there(shown: Any) -> None:
@@ -120,7 +120,7 @@ def test_a_bar_that_is_switched_off_by_the_environment_says_nothing(
 
 
 def test_uneven_micro_batches_are_shown_as_a_range(shown: Any) -> None:
-    assert ", 2-3 x 3, " in shown(started(), WINDOWS[0], FINISHED)[0]
+    assert ", micro-batches 2-3 x 3, " in shown(started(), WINDOWS[0], FINISHED)[0]
 
 
 def test_the_summary_tells_counts_losses_plan_replays_and_peak(shown: Any) -> None:
@@ -168,7 +168,7 @@ def test_plans_and_replans_are_lines_of_their_own(shown: Any) -> None:
         Planned(
             step=0,
             sizes=(8,),
-            reason="the whole window fits",
+            reason="the full batch fits",
             predicted_bytes=None,
             prediction_error=None,
             limit_bytes=GIB,
@@ -176,8 +176,8 @@ def test_plans_and_replans_are_lines_of_their_own(shown: Any) -> None:
         Replanned(step=12, old=(86, 85, 85), new=(43, 43, 43, 43, 42, 42), reason="out of memory"),
     )
     assert text[:3] == [
-        "plan: 56-100 x 3, for larger micro-batches do not fit; 1.50 GiB predicted (predictions were 1.2% off), limit 2.00 GiB",
-        "plan: 8 x 1, for the whole window fits; limit 1.00 GiB",
+        "plan: 56-100 x 3 (larger micro-batches do not fit); memory: 1.50 GiB predicted (predictions so far: 1.2% off), limit 2.00 GiB",
+        "plan: 8 x 1 (the full batch fits); memory: limit 1.00 GiB",
         "step 12: out of memory: 85-86 x 3 -> 42-43 x 6",
     ]
 
@@ -227,11 +227,11 @@ def test_a_signal_is_acknowledged_at_once(shown: Any, capsys: pytest.CaptureFixt
     bar(WINDOWS[0])
     capsys.readouterr()
     bar.ending(may_repeat=True)
-    assert "ends after this window; Ctrl-C again to stop now" in capsys.readouterr().err
+    assert "stopping after this step; press Ctrl-C again to stop now" in capsys.readouterr().err
     bar.ending(may_repeat=False)
     assert "again" not in capsys.readouterr().err
     bar(FINISHED)
-    assert "ending: " in capsys.readouterr().err
+    assert "stopping: " in capsys.readouterr().err
 
 
 def test_a_signal_in_the_midst_of_a_write_breaks_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -261,8 +261,8 @@ def test_of_a_run(progress: bool, capsys: pytest.CaptureFixture[str]) -> None:
         assert captured.err == ""
         return
     text = lines(captured.err)
-    assert text[0].startswith("plan: 2-3 x 3, for micro_batch was passed; ")
-    measured = [line for line in text if "cut windows have the gradient of whole ones" in line]
+    assert text[0].startswith("plan: 2-3 x 3 (micro_batch is set); memory: ")
+    measured = [line for line in text if "gradient check: exact" in line]
     assert measured[0].startswith("step 1: ")
     text = [line for line in text if line not in measured]
     assert text[1].startswith("epoch 0: validation loss ")

@@ -78,7 +78,7 @@ def test_events(calls: Calls) -> None:
         ("add_scalar", "loss/validation", 0.25, 2),
         ("add_scalar", "validation/accuracy", 0.75, 2),
         ("add_scalar", "validation/top_5", 1.0, 2),
-        ("add_text", "plans", "plan: 4 x 2, for r; limit 1.00 GiB", 1),
+        ("add_text", "plans", "plan: 4 x 2 (r); memory: limit 1.00 GiB", 1),
         ("add_text", "plans", "step 3: out of memory: 4 x 2 -> 2 x 4", 3),
         ("add_text", "notices", "A. B. C."),
         ("flush",),

@@ -136,7 +136,7 @@ def test_what_is_of_a_step_is_logged_at_that_step(monkeypatch: pytest.MonkeyPatc
         (1, ["accumulation_steps"]), (1, ["validation/loss"]), (2, ["accumulation_steps"])
     ]  # fmt: skip
     assert [(step, values["event"]) for step, values in wandb.logs if "event" in values] == [
-        (1, "plan: 4 x 2, for r; limit 1.00 GiB"), (2, "OutOfMemory"), (2, "OutOfMemory\nA. B. C."),
+        (1, "plan: 4 x 2 (r); memory: limit 1.00 GiB"), (2, "OutOfMemory"), (2, "OutOfMemory\nA. B. C."),
         (2, "OutOfMemory\nA. B. C.\nFinished"),
     ]  # fmt: skip
     assert wandb.codes == [0]

@@ -92,7 +92,7 @@ def test_the_command_exits_with_4_when_it_is_interrupted(recipe_file: str, capsy
     assert main(arguments(recipe_file, "--trials", "2")) == 4
     out, err = capsys.readouterr()
     assert "0 trials: 0 to the end" in out
-    assert "ends after this window; Ctrl-C again to stop now\n" in err
+    assert "stopping after this step; press Ctrl-C again to stop now\n" in err
     command = shlex.join(["autoaccum", *arguments(recipe_file, "--trials", "2")])
     assert f"the same command goes on: {command}\n" in err
 

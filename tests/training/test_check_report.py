@@ -33,23 +33,23 @@ class TestReport:
             notice=None, seconds=0.012,
         )  # fmt: skip
         assert str(report) == (
-            "EXACT: windows that are cut have the gradient of whole ones\n\n"
-            "  the loss     a mean over the items that its graph counts\n"
-            "  error        3e-17 of the gradient, where up to 1e-09 is rounding of 64 bits\n"
-            "  measured on  6 samples, in 0.012 s\n\n"
-            "  cut into      error\n"
-            "  1 + 2 + 3     3e-17\n"
-            "  2 + 4             0\n\n"
-            "  the loss taken for                              error\n"
-            "  a mean over the items that its graph counts     3e-17\n"
-            "  a sum over samples                               50 %  ruled out\n\n"
+            "EXACT: split batches have the gradient of the full batch\n\n"
+            "  the loss     a mean over its items\n"
+            "  error        3e-17, relative to the gradient (up to 1e-09 is rounding in float64)\n"
+            "  measured     on 6 samples, in 0.012 s\n\n"
+            "  split into     error\n"
+            "  1 + 2 + 3      3e-17\n"
+            "  2 + 4              0\n\n"
+            "  if the loss were         error\n"
+            "  a mean over its items    3e-17\n"
+            "  a sum over samples        50 %  ruled out\n\n"
             "  parameter     error\n"
             "  6             3e-17\n"
             "  5           2.5e-17\n"
             "  4             2e-17\n"
             "  3           1.5e-17\n"
             "  2             1e-17\n"
-            "  and 2 more, none of them worse"
+            "  and 2 more, with smaller errors"
         )
 
     def test_of_a_failure_it_begins_with_what_to_do(self) -> None:

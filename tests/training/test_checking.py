@@ -237,7 +237,7 @@ class TestNoTrace:
         assert report.passed
         assert (report.notice is None) is is_used
         if report.notice is not None:
-            told = "The loss is not a mean over what num_items counts, but a mean over the items that its graph counts"
+            told = "The loss is not a mean over what num_items counts, but a mean over its items"
             assert report.notice.cause.startswith(told)
 
     def test_a_list_of_batches_is_read_as_training_reads_it(self) -> None:
@@ -501,7 +501,7 @@ def test_a_count_that_only_some_parts_keep_from_0_is_named() -> None:
 @pytest.mark.parametrize(
     ("loss", "reduction", "measured"),
     [
-        (cross_entropy, "sum", "a mean over the items that its graph counts"),
+        (cross_entropy, "sum", "a mean over its items"),
         (partial(cross_entropy, reduction="sum"), "mean", "a sum over samples"),
     ],
 )

@@ -91,5 +91,5 @@ def test_a_notebook_shows_a_few_facts_of_it_and_not_all_that_it_holds() -> None:
     assert repr(probed).endswith("plan=2 x 4)")
     assert "<th>max_micro_batch</th><td>4</td>" in probed._repr_html_()
     checked = autoaccum.check(mlp(), (data[0][:8], data[1][:8]), loss_fn=cross_entropy, device="cpu")
-    assert repr(checked) == "<CheckReport: EXACT: windows that are cut have the gradient of whole ones>"
+    assert repr(checked) == "<CheckReport: EXACT: split batches have the gradient of the full batch>"
     assert checked._repr_html_().startswith("<pre>EXACT")

@@ -625,7 +625,7 @@ def test_ctrl_c_within_a_validation_loses_no_training(
     with nullcontext() if presses == 1 else pytest.raises(KeyboardInterrupt):
         assert run().num_samples == 12
     shown = capsys.readouterr().err
-    assert "ends after this validation; Ctrl-C again to stop now" in shown
+    assert "stopping after this validation; press Ctrl-C again to stop now" in shown
     assert "validating:  50%" in shown
     again = run()
     (resumed,) = [event for event in again.events if isinstance(event, Resumed)]
