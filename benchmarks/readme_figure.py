@@ -28,6 +28,7 @@ from torch.nn.functional import cross_entropy
 import autoaccum
 from autoaccum.events import OutOfMemory, StepReport
 from autoaccum.memory.simulated import MemorySimulation
+from autoaccum.testing import manual_clock
 
 PICTURES = Path(__file__).parent.parent / "docs" if RESULTS == COMMITTED else RESULTS
 
@@ -45,6 +46,8 @@ EFFECTIVE_BATCH = 512
 LIMIT = 24 * 2**20
 WIDTH, RANK, FEATURES, CLASSES = 2048, 128, 32, 10
 RATE = 0.01
+SECONDS_PER_MICRO_BATCH, SECONDS_PER_SAMPLE = 0.01, 0.0001
+"""Of the simulated clock. autoaccum times sizes, and the picture must not depend on how busy the machine is."""
 
 
 # The loss that trainers log.
@@ -271,7 +274,11 @@ def count(steps: int, falls_in: int | None, returns_after: int) -> tuple[Countin
     reports: list[StepReport] = []
     peaks: list[int] = []
     failures: list[tuple[int, int]] = []
-    with Device(LIMIT) as device:
+    with Device(LIMIT) as device, manual_clock() as clock:
+
+        def training_step(model: Counting, batch: tuple[torch.Tensor, ...]) -> torch.Tensor:
+            clock.advance(SECONDS_PER_MICRO_BATCH + SECONDS_PER_SAMPLE * len(batch[0]))
+            return counted_loss(model, batch)
 
         def fall() -> None:
             device.limit = LIMIT // 2
@@ -293,7 +300,7 @@ def count(steps: int, falls_in: int | None, returns_after: int) -> tuple[Countin
             data,
             effective_batch=EFFECTIVE_BATCH,
             epochs=1,
-            training_step=counted_loss,
+            training_step=training_step,
             optimizer=torch.optim.SGD(model.parameters(), lr=RATE),
             device="cpu",
             callbacks=[follow],
@@ -405,9 +412,9 @@ PLACES = ((0.63, 0.265), (0.25, 0.21), (0.08, 0.135))
 
 
 def _title(panel: Any, title: str, subtitle: str, theme: Theme, points: Callable[[float], float]) -> None:
-    place = {"xycoords": ("figure fraction", "axes fraction"), "textcoords": "offset pixels", "va": "baseline"}
-    panel.annotate(title, (0.012, 1), xytext=(0, 52), fontsize=points(27), fontweight="bold", **place)
-    panel.annotate(subtitle, (0.012, 1), xytext=(0, 18), color=theme.muted, **place)
+    place = {"xycoords": ("figure fraction", "axes fraction"), "textcoords": "offset points", "va": "baseline"}
+    panel.annotate(title, (0.012, 1), xytext=(0, points(52)), fontsize=points(27), fontweight="bold", **place)
+    panel.annotate(subtitle, (0.012, 1), xytext=(0, points(18)), color=theme.muted, **place)
 
 
 def _draw_losses(panel: Any, found: Trainers, theme: Theme, points: Callable[[float], float]) -> None:
@@ -462,8 +469,8 @@ def _draw_memory(above: Any, below: Any, found: Memory, theme: Theme, points: Ca
     above.annotate(
         f"out of memory:\nstep {step} replayed",
         (step - 0.5, peak / 2**20),
-        xytext=(20, 4),
-        textcoords="offset pixels",
+        xytext=(points(20), points(4)),
+        textcoords="offset points",
         color=theme.stock,
         fontweight="bold",
         va="bottom",
@@ -537,7 +544,9 @@ def text(found: Memory, steps: int) -> str:
         "the model's forward takes `**kwargs`, but this loss ignores `num_items_in_batch`. So the gradient is too "
         "large, and not only the log. AdamW cancels most of a constant factor; SGD and gradient clipping do not.\n\n"
         f"Memory: {len(found.peaks)} steps of {EFFECTIVE_BATCH} samples in a simulated memory of {LIMIT // 2**20} MiB. "
-        f"The limit halves in the middle of a forward of step {found.falls_in} and is back after step "
+        f"On a simulated clock a micro-batch takes {1000 * SECONDS_PER_MICRO_BATCH:.0f} ms plus "
+        f"{1000 * SECONDS_PER_SAMPLE:.1f} ms per sample, so every machine chooses the same sizes. The limit halves in the "
+        f"middle of a forward of step {found.falls_in} and is back after step "
         f"{found.returns_after}. Out of memory: {failed}, replayed. Largest micro-batch: {before} before, "
         f"{found.micro_batches[found.falls_in - 1]} while half is gone, {found.micro_batches[-1]} at the end. No step "
         f"passed its limit. Each of the {found.num_samples:,} samples has a parameter of its own that counts its "
