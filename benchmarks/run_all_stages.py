@@ -46,6 +46,7 @@ FEW_ENDS = ("--kills", "2", "--stops", "1", "--sharded-kills", "1", "--sharded-s
 STAGES = [
     # What the scoreboard has lines of, in its order.
     Stage(name="exactness", tables=("exactness",), quick=(), peers=TRAINERS),
+    Stage(name="readme_figure", tables=("readme_figure",), quick=("--quick",), peers=("transformers",)),
     Stage(name="verification", tables=("verification",), arguments=WRITE, quick=("--quick", "--only", "mean", *WRITE)),
     Stage(name="compositions", tables=("compositions",), arguments=WRITE, quick=("--count", "50", *WRITE)),
     Stage(name="kills", tables=("kills",), quick=("--kills", "3")),

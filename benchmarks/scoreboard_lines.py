@@ -68,6 +68,20 @@ def exactness(table: Table) -> list[Line]:
     ]
 
 
+def logged_loss(table: Table) -> list[Line]:
+    found = {(row["optimizer"], row["trainer"]): row for row in reversed(table.rows())}
+    return [
+        Line(
+            what=f"the loss that a Trainer logs at {stock['split']}, divided by that of the full batch, {optimizer}",
+            ours=found[optimizer, "AutoAccumTrainer"]["logged loss"],
+            beside=f"Transformers {stock['transformers']}: {stock['logged loss']}, gradient norm "
+            f"{stock['gradient norm, step 1']}",
+        )
+        for (optimizer, trainer), stock in reversed(found.items())
+        if trainer == "Trainer"
+    ]
+
+
 def _exact(rows: list[dict[str, str]], column: str) -> str:
     """Return how many of a column's cells are exact, and the worst of them."""
     cells = [row[column] for row in rows if row[column]]
@@ -402,6 +416,7 @@ PARTS = [
     Part(
         area="exactness", table="exactness", what="gradients beside the big batch's", lines=exactness, is_claimed=True
     ),
+    Part(area="exactness", table="readme_figure", what="the loss that a Trainer logs", lines=logged_loss),
     Part(
         area="verification",
         table="verification",

@@ -82,12 +82,30 @@ def test_lines_of_exactness(scoreboard: Any, tmp_path: Path) -> None:
         "c | 4e-12 | 3e-05 | 2e-16 |  | 1e-16",
         "autocast |  | 4e-03 |  |  | ",
     )
-    ours, float32, tutorials, autocast = [line for area, line, _ in scoreboard.lines(tmp_path) if area == "exactness"]
+    ours, float32, tutorials, autocast = [line for _, line, of in scoreboard.lines(tmp_path) if of is not None]
     assert ours.ours == "2 of 3, worst 4e-12"
     assert ours.beside == "Accelerate: 1 of 2, worst 1e-16; Lightning: 1 of 3, worst 0.67"
     assert float32.ours == "2 of 3, worst 3e-05"
     assert tutorials.beside == "by steps: 1 of 3, worst 0.5"
     assert autocast.ours == "4e-03"
+
+
+LOGGED = "transformers | optimizer | trainer | split | logged loss | gradient norm, step 1"
+
+
+def test_lines_of_the_logged_loss_are_of_the_first_version(scoreboard: Any, tmp_path: Path) -> None:
+    table(
+        tmp_path,
+        "readme_figure",
+        LOGGED,
+        "5.23.0 | SGD | Trainer | 16 x 4 | 3.9 | 4.0",
+        "5.23.0 | SGD | AutoAccumTrainer | 16 x 4 | 1.0 | 1.1",
+        "5.24.0 | SGD | Trainer | 16 x 4 | 5.9 | 6.0",
+        "5.24.0 | SGD | AutoAccumTrainer | 16 x 4 | 2.0 | 2.1",
+    )
+    [line] = [line for _, line, of in scoreboard.lines(tmp_path) if of is not None]
+    assert line.what == "the loss that a Trainer logs at 16 x 4, divided by that of the full batch, SGD"
+    assert (line.ours, line.beside) == ("1.0", "Transformers 5.23.0: 3.9, gradient norm 4.0")
 
 
 TIMES = "model | limit | contestant | seconds | to by hand | effective"
