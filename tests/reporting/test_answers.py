@@ -59,7 +59,7 @@ def test_within_memory(of: Any) -> None:
 @pytest.mark.parametrize(
     ("records", "config", "why"),
     [
-        ([report(1, (4, 4))], {}, ""),
+        ([report(1, (8,)), report(2, (4, 4))], {}, ""),
         ([report(1, (4, 4))], {"verify": False}, ": verify=False was passed"),
         (
             [

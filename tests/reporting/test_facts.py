@@ -67,11 +67,18 @@ def test_a_run_without_a_window(of: Any) -> None:
 
 
 def test_the_title_has_model_batch_and_outcome(of: Any, tmp_path: Path) -> None:
-    assert of(report(1), Finished(step=1, reason="interrupted")).title == "run, effective batch 8: interrupted"
+    assert (
+        of(started(), report(1), Finished(step=1, reason="interrupted")).title == "run, effective batch 8: interrupted"
+    )
     write_json(tmp_path / "run" / "config.json", {"model": "CharGPT", "effective_batch": 256})
-    facts = of(started(), report(2), Finished(step=2, reason="budget"))
+    facts = of(report(2), Finished(step=2, reason="budget"))
     assert facts.title == "CharGPT, effective batch 256: finished"
     assert facts.started == 1_700_000_000.0
+
+
+def test_a_loss_that_ended_as_nan_has_no_mean(of: Any) -> None:
+    windows = [report(step, loss=math.nan if step == 40 else 1.0) for step in range(1, 41)]
+    assert of(*windows).loss is None
 
 
 def test_the_best_validation_is_that_of_keep_best(of: Any, tmp_path: Path) -> None:
