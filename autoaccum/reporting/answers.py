@@ -27,7 +27,7 @@ from autoaccum.reporting.plan_changes import (
 from autoaccum.runs.oom_files import oom_files
 
 CLOSE = 0.05
-"""Largest relative error of a good memory prediction."""
+"""Relative differences of memory up to this one are small: those of a good prediction, say."""
 USED = 0.8
 """Share of the limit from which on no memory counts as unused."""
 FAR = 3.0
@@ -111,7 +111,7 @@ def _memory(run: Run) -> Answer:
     if over:
         sentences = [f"{over:,} of {many(len(run), 'step')}{rank} exceeded the limit. The peak was {worst}."]
     # The largest peak may have been well within the limit of that time.
-    if int(most := peak.argmax()) != at and peak[most] > peak[at]:
+    if int(most := peak.argmax()) != at and peak[most] > (1 + CLOSE) * peak[at]:
         sentences.append(f"The largest peak was {format_bytes(peak[most])} (step {steps[most]:,}), at a higher limit.")
     # Rank 0 records the steps; of other ranks the records have the peaks that all ranks exchanged.
     if (other := _other_rank(run)) is not None:

@@ -54,6 +54,9 @@ def test_within_memory(of: Any) -> None:
     facts = of(report(1, peak_bytes=GIB // 4), report(2, peak_bytes=GIB // 2, limit_bytes=2 * GIB))
     text = "Yes: the peak was 25% of the limit (256.00 MiB of 1.00 GiB, step 1). The largest peak was 512.00 MiB (step 2), at a higher limit."
     assert answer(facts, "within memory") == (text, True)
+    facts = of(report(3, peak_bytes=GIB, limit_bytes=2 * GIB), report(4, peak_bytes=GIB + MIB, limit_bytes=3 * GIB))
+    text = "Yes: the peak was 50% of the limit (1.00 GiB of 2.00 GiB, step 3)."
+    assert answer(facts, "within memory") == (text, True), "nearly as much is no news"
 
 
 @pytest.mark.parametrize(
