@@ -320,6 +320,8 @@ class Finished:
     step: int
     reason: str
     """``"budget"``, ``"interrupted"`` (a signal) or ``"stopped"`` (a callback); in records the name of an error too."""
+    stopped_by: str = ""
+    """Name of the callback that raised ``StopTraining``, if it was one of the first rank's."""
 
 
 def _plain(value: Any) -> Any:

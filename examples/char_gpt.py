@@ -27,7 +27,7 @@ ALPHABET = "\n" + "".join(map(chr, range(32, 127))) + INDENT
 CONTEXT = 128
 """Most characters that the model can look back."""
 CROP = 32
-"""Characters of a crop: a GPT of this size learns more in half a minute from many short crops than from few long ones."""
+"""Characters of a crop: in half a minute a small GPT learns more from many short crops than from few long ones."""
 TRAINING_CROPS, VALIDATION_CROPS = 120 * 256, 2048
 
 

@@ -61,7 +61,7 @@ def test_the_fields_that_users_rely_on() -> None:
     assert names(OutOfMemory) == ["step", "phase", "micro_batch"]
     assert names(events.Saved) == ["step", "path", "seconds"]
     assert names(events.Resumed) == ["step", "num_samples", "checkpoint"]
-    assert names(Finished) == ["step", "reason"]
+    assert names(Finished) == ["step", "reason", "stopped_by"]
     assert names(events.StepReport) == [
         "step",
         "epoch",

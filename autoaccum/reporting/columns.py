@@ -32,6 +32,7 @@ _LATER: dict[str, dict[str, Any]] = {
     "Planned": {"memory_saving": "off"},
     "MemorySaving": {"offloaded_bytes": 0, "state_bytes": 0},
     "Recomputed": {"storages": 0},
+    "Finished": {"stopped_by": ""},
 }
 """Fields that older versions did not write, and what these stand for there."""
 _OUTPUT = "output"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 
-from autoaccum.events import Event, Resumed, Started, StepReport, Validated
+from autoaccum.events import Event, Finished, Resumed, Started, StepReport, Validated
 from autoaccum.reporting.following import Follower
 from autoaccum.reporting.lines import counted, cut_text, end_text, line, metrics_text
 from autoaccum.reporting.progress import Teller
@@ -33,7 +33,7 @@ class EpochLines(Follower, Teller):
     def _begin(self, started: Started | None, resumed: Resumed | None) -> None:
         self._forget()
         self._is_part = resumed is not None
-        self.stopped_by = ""
+        self._stopped_by = ""
 
     def _window(self, report: StepReport) -> None:
         # Nothing says that an epoch is over: it is when another one has begun, and was validated by then.
@@ -51,7 +51,8 @@ class EpochLines(Follower, Teller):
         self._validated = validated
 
     def _told(self, event: Event) -> None:
-        pass  # a line is of windows alone
+        if isinstance(event, Finished):
+            self._stopped_by = event.stopped_by
 
     def _end(self, reason: str) -> None:
         # Also where an error ends it: what it has trained of the epoch is not lost on whoever reads the log.
@@ -60,7 +61,7 @@ class EpochLines(Follower, Teller):
             self._tell(last)
             if reason in ("interrupted", "stopped"):
                 came_to = f"{counted(last.step, 'step')}, {counted(last.num_samples, 'sample')}"
-                print(f"{end_text(reason, self.stopped_by)}: {came_to}", file=sys.stderr, flush=True)
+                print(f"{end_text(reason, self._stopped_by)}: {came_to}", file=sys.stderr, flush=True)
         self._tell_made_up()
 
     def _tell_made_up(self) -> None:

@@ -72,8 +72,6 @@ class Narrator:
         self._replays = 0
         self._resumed: Resumed | None = None
         self._started = 0.0
-        self.stopped_by = ""
-        """The callback that has ended the run, where it is known."""
 
     def __call__(self, record: Record) -> str | None:
         """Return the line, which for the end of a run is several; None for a window, and what is not worth one."""
@@ -130,7 +128,7 @@ class Narrator:
         if self._validated is not None and self._validated.metrics:
             validated += f", {metrics_text(self._validated.metrics)}"
         return (
-            f"{end_text(finished.reason, self.stopped_by)}: {counted(finished.step, 'step')}, "
+            f"{end_text(finished.reason, finished.stopped_by)}: {counted(finished.step, 'step')}, "
             f"{samples} samples{',' if since else ''} {took}\n"
             f"loss {self._first.loss:.4f} -> {self.last.loss:.4f}{since}{outputs}{validated}\n"
             f"micro-batches {cut_text(sizes)}, {counted(self._replays, 'replay')}, "

@@ -14,10 +14,13 @@ from typing import TYPE_CHECKING, Any
 from autoaccum._units import format_bytes
 from autoaccum._version import __version__
 from autoaccum.memory import clock
+from autoaccum.reporting.amounts import format_rate, format_seconds
+from autoaccum.reporting.answers import Answer, twentieth
 from autoaccum.reporting.columns import Run, load_run
-from autoaccum.reporting.facts import Answer, Facts, facts_of, format_seconds, tried_again
+from autoaccum.reporting.facts import Facts, facts_of
 from autoaccum.reporting.hover import described, html_legend
 from autoaccum.reporting.lines import News, cut_text, is_scheduled
+from autoaccum.reporting.plan_changes import tried_again
 from autoaccum.reporting.plots import comparison, pictures, png, svg
 from autoaccum.reporting.tables import (
     compared,
@@ -77,7 +80,8 @@ def write_report(
     # Drawn once for the page, where they take the colours of the reader's system, and once more for the files.
     shown = html_pictures(figures)
     body = _one(runs[0], facts[0], shown) if len(runs) == 1 else _several(runs, facts, labels, shown)
-    path, images = write_page(place, ", ".join(one.name for one in facts), body, figures, reload_every)
+    title = facts[0].title if len(runs) == 1 else ", ".join(one.name for one in facts)
+    path, images = write_page(place, title, body, figures, reload_every)
     return Report(path=path, images=images, runs=facts)
 
 
@@ -134,7 +138,7 @@ def _page(title: str, body: str, reload_every: float | None) -> str:
 def _one(run: Run, facts: Facts, figures: str) -> str:
     """Return the body of a page about one run."""
     parts = [
-        html_head(facts.name, facts.state, _what(facts), facts.answers, html_origin(run.environment)),
+        html_head(facts.title, _what(facts), facts.answers, html_origin(run.environment), _results(run, facts)),
         figures,
         _plans(run),
         _notices(run),
@@ -164,16 +168,41 @@ def _several(runs: Sequence[Run], facts: Sequence[Facts], labels: Sequence[str],
 
 
 def _what(facts: Facts) -> str:
-    """Say in a line what the run was."""
-    # Of a run without a configuration the model is not known, and left out.
+    """Return name, date, device, budget and duration in a line."""
+    # In UTC, because nobody knows where the page is read.
+    date = "" if facts.started is None else time.strftime("%d %B %Y, %H:%M UTC", time.gmtime(facts.started))
     parts = [
-        facts.model,
-        f"effective batch {facts.effective_batch}",
+        facts.name,
+        date.lstrip("0"),
         f"on {facts.device}" + (f", {facts.num_ranks} ranks" if facts.num_ranks > 1 else ""),
         f"{facts.num_samples:,} samples in {facts.num_steps:,} steps",
         f"{format_seconds(facts.seconds)} of training",
     ]
     return " · ".join(filter(None, parts))
+
+
+def _results(run: Run, facts: Facts) -> str:
+    """Return the results in large figures, and the line that loads the best checkpoint."""
+    # What is unknown has no figure, as before the first step or without validations.
+    best, load = facts.best, facts.load
+    shown: list[tuple[str, str, str]] = []  # (name, value, detail)
+    if facts.samples_per_second is not None:
+        shown.append(("Samples per second", format_rate(facts.samples_per_second), "mean of the run"))
+    if facts.num_steps:
+        loss, few = "not finite" if facts.loss is None else f"{facts.loss:.4g}", twentieth(run)
+        mean = f"mean of the last {few:,} steps" if few > 1 else f"step {facts.num_steps:,}"
+        shown.append(("Final training loss", loss, mean))
+    if best is not None:
+        name = "validation loss" if best.metric == "loss" else best.metric
+        shown.append((f"Best {name}", f"{best.value:.4g}", f"step {best.step:,}, epoch {best.epoch:,}"))
+    if facts.limit_share is not None:
+        shown.append(("Peak memory", format_bytes(facts.peak_bytes), f"{facts.limit_share:.0%} of the limit"))
+    figures = "".join(
+        f"<div><dt>{escaped(name)}</dt><dd><b>{escaped(value)}</b> {escaped(detail)}</dd></div>"
+        for name, value, detail in shown
+    )
+    line = f'<p class="load"><code>{escaped(load.text)}</code> {escaped(load.effect)}</p>\n' if load else ""
+    return (f'<dl class="results">{figures}</dl>\n' if shown else "") + line
 
 
 def html_origin(environment: Mapping[str, Any]) -> str:
@@ -201,7 +230,7 @@ def _plans(run: Run) -> str:
     saved_by = zip(*(saved[field] for field in ("step", "time", "new", "reason", "old")), strict=True)
     plans += [(*rest, f"memory saving {old}") for *rest, old in saved_by]
     for step, number, sizes in tried_again(run):
-        why = "what is the fastest was compared again" + (f", for {number:,} windows" if number > 1 else "")
+        why = "the speeds of plans were compared again" + (f", for {number:,} steps" if number > 1 else "")
         plans.append((step, -math.inf, "other plans", why, cut_text(sizes)))
     rows, is_news = [], News()
     for step, _, new, reason, old in sorted(plans, key=lambda plan: plan[:2]):
@@ -209,7 +238,7 @@ def _plans(run: Run) -> str:
             rows.append([number_cell(int(step)), escaped(old), escaped(new), escaped(reason)])
             continue
         if (old is not None and not is_scheduled(old, new)) or is_news(new):
-            before, why = ("", f"planned, for {reason}") if old is None else (cut_text(old), reason)
+            before, why = ("", reason) if old is None else (cut_text(old), reason)
             rows.append([number_cell(int(step)), escaped(before), escaped(cut_text(new)), escaped(why)])
     if not rows:
         return ""
@@ -236,10 +265,10 @@ def _measurements(run: Run) -> str:
     for step, hypothesis, error, tolerance, tensor, samples, cuts in shown_once:
         off = f"{error:.1e} ({tolerance:.0e} allowed)"
         shown = ", ".join("+".join(map(str, sizes)) for sizes in cuts)
-        cells = [escaped(cell) for cell in (_by(hypothesis), off, tensor or "", f"{samples} samples cut {shown}")]
+        cells = [escaped(cell) for cell in (_by(hypothesis), off, tensor or "", f"{samples} samples split {shown}")]
         rows.append([number_cell(int(step)), *cells])
-    heads = ("step", "the loss, by", "the gradient is off", "most in", "measured on")
-    return f"<h2>Cut windows and whole ones</h2>\n{html_table(heads, rows, numbers={0})}" if rows else ""
+    heads = ("step", "the loss, by", "relative error", "most in", "measured on")
+    return f"<h2>Gradients of split batches</h2>\n{html_table(heads, rows, numbers={0})}" if rows else ""
 
 
 def _by(hypothesis: str) -> str:
@@ -272,12 +301,12 @@ def _ranks(run: Run) -> str:
         memory = (format_bytes(shared[field][-1][rank]) for field in ("peak_bytes", "limit_bytes"))
         cells = [number_cell(rank), number_cell(sum(sizes)), escaped(cut_text(sizes) if sizes else "-")]
         rows.append([*cells, *map(escaped, memory), *map(escaped, map(format_seconds, (busy, waited)))])
-    heads = ("rank", "samples of a window", "micro-batches", "peak", "limit", "computed", "waited")
+    heads = ("rank", "samples of a batch", "micro-batches", "peak", "limit", "computed", "waited")
     return f"<h2>Ranks</h2>\n{html_table(heads, rows, numbers={0, 1})}"
 
 
-_SIZES = "Windows are cut as micro-batch x accumulation steps: 8 x 32 is 32 micro-batches of 8 samples."
-"""What is said above the table of plans."""
+_SIZES = "A plan is micro-batch x accumulation steps: 8 x 32 is 32 micro-batches of 8 samples."
+"""Explanation above the table of plans."""
 _VERIFIED = ("step", "hypothesis", "error", "tolerance", "tensor", "samples", "cuts")
 """Fields of a measurement that are shown."""
 _NOTICE = ("cause", "consequence", "cure")
@@ -293,16 +322,16 @@ def _folded(title: str, values: Mapping[str, Any]) -> str:
     return f"<details><summary>{escaped(title)}</summary>\n{html_table(('', ''), rows)}</details>"
 
 
-def html_head(title: str, state: str, what: str, answers: Sequence[Answer], origin: str = "") -> str:
-    """Return the head of a page, what it is about and the answers; all arguments are text, but for ``origin``."""
+def html_head(title: str, what: str, answers: Sequence[Answer], origin: str = "", results: str = "") -> str:
+    """Return the first screen of a page; ``origin`` and ``results`` are HTML, and all else is text."""
     listed = "\n".join(
         f'<dt class="{ {True: "good", False: "bad", None: "none"}[answer.good] }">{escaped(answer.question)}</dt>'
         f"<dd>{escaped(answer.text)}</dd>"
         for answer in answers
     )
     return (
-        f'<h1>{escaped(title)}<span class="state">{escaped(state)}</span></h1>\n'
-        f'<p class="what">{escaped(what)}</p>\n{origin}<dl class="answers">\n{listed}\n</dl>'
+        f'<h1>{escaped(title)}</h1>\n<p class="what">{escaped(what)}</p>\n{results}'
+        f'<dl class="answers">\n{listed}\n</dl>\n{origin}'
     )
 
 
@@ -319,5 +348,5 @@ def html_pictures(figures: Mapping[str, Figure]) -> str:
     return f'<p class="hint">{_HINT}</p>\n<div class="pictures">\n{"".join(elements)}</div>' if elements else ""
 
 
-_HINT = "Point at a picture for its values. Drag across one to look closer, and click it twice to see all of it again."
-"""What is said above the pictures where the script runs."""
+_HINT = "Point at a picture for its values. Drag across it to zoom in, and double-click to zoom out."
+"""Help above the pictures, if the script runs."""

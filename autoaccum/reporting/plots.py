@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from autoaccum.errors import MissingExtraError
 from autoaccum.reporting.columns import Run
 from autoaccum.reporting.curves import SMOOTH, Values, binned, smoothed, thinned
-from autoaccum.reporting.facts import Period, periods, replans
+from autoaccum.reporting.plan_changes import Period, periods, replans
 
 try:
     import matplotlib

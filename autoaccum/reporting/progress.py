@@ -19,8 +19,6 @@ class Teller:
     """Base of callbacks that tell at once, on standard error, that a signal has come and what it does."""
 
     _is_validating = False
-    stopped_by = ""
-    """The callback that has ended the run, by its name."""
 
     @contextmanager
     def validating(self) -> Iterator[None]:
@@ -45,12 +43,6 @@ class Teller:
             tqdm.write(text, file=sys.stderr)
 
 
-def tell_stop(teller: Teller | None, callback: object) -> None:
-    """Have the end of a run named after the callback that ends it: the first one, where several do."""
-    if teller is not None and not teller.stopped_by:
-        teller.stopped_by = getattr(callback, "__name__", type(callback).__name__)
-
-
 def teller_of(callbacks: Iterable[object]) -> Teller | None:
     """Return the callback that tells of signals, if one does."""
     return next((callback for callback in callbacks if isinstance(callback, Teller)), None)
@@ -70,7 +62,6 @@ class ProgressBar(Teller):
 
     def __call__(self, record: Record) -> None:
         """Take one record."""
-        self._narrator.stopped_by = self.stopped_by
         text = self._narrator(record)
         if isinstance(record, Started):
             # A file is not redrawn: there, a line now and then shows that the run is alive.

@@ -8,8 +8,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from autoaccum._units import format_bytes
+from autoaccum.reporting.amounts import format_rate, format_seconds
 from autoaccum.reporting.columns import Run
-from autoaccum.reporting.facts import Facts, format_rate, format_seconds
+from autoaccum.reporting.facts import Best, Facts
 from autoaccum.reporting.plots import COLORS
 
 ROWS = 200
@@ -33,7 +34,7 @@ def row_of(at: int, facts: Facts, label: str) -> list[str]:
         escaped(format_seconds(facts.seconds)),
         "-" if facts.samples_per_second is None else format_rate(facts.samples_per_second),
         number_cell(facts.loss, ".4g"),
-        number_cell(facts.best_validation_loss, ".4g"),
+        _best_cell(facts.best),
         escaped(format_bytes(facts.peak_bytes)),
         number_cell(facts.limit_share, ".0%"),
         number_cell(facts.num_out_of_memory),
@@ -42,6 +43,13 @@ def row_of(at: int, facts: Facts, label: str) -> list[str]:
         number_cell(facts.gradient_error, ".1e"),
         number_cell(facts.num_ranks),
     ]
+
+
+def _best_cell(best: Best | None) -> str:
+    """Return the best validation as the text of a cell, with the name of a metric that is not the loss."""
+    if best is None:
+        return "-"
+    return escaped(f"{best.value:.4g}" if best.metric == "loss" else f"{best.metric} {best.value:.4g}")
 
 
 def compared(rows: Sequence[list[str]]) -> str:

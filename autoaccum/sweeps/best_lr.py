@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from autoaccum.reporting.facts import Answer
+from autoaccum.reporting.answers import Answer
 
 _VAGUE = 0.25
 """Call an exponent uncertain above this standard error: half of the 0.5 that lies between the square-root rule and the

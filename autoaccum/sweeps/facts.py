@@ -11,7 +11,8 @@ import optuna
 from optuna.distributions import BaseDistribution, CategoricalDistribution, FloatDistribution, IntDistribution
 from optuna.trial import FrozenTrial, TrialState
 
-from autoaccum.reporting.facts import Answer, format_seconds
+from autoaccum.reporting.amounts import format_seconds
+from autoaccum.reporting.answers import Answer
 from autoaccum.sweeps.best_lr import BestLr, Growth, best_lrs_of, growth_answer, growth_of
 from autoaccum.sweeps.spaces import described
 

@@ -8,7 +8,8 @@ from pathlib import Path
 
 import optuna
 
-from autoaccum.reporting.facts import Answer, format_seconds
+from autoaccum.reporting.amounts import format_seconds
+from autoaccum.reporting.answers import Answer
 from autoaccum.reporting.lines import cut_text
 from autoaccum.reporting.page import html_head, html_origin, html_pictures, page_path, write_page
 from autoaccum.reporting.tables import escaped, html_table, number_cell
@@ -55,7 +56,7 @@ def write_study_report(
     answers = [*facts.answers, _important(facts, importances, unknown)]
     body = "\n".join(
         (
-            html_head(facts.name, facts.state, _what(facts), answers, html_origin(facts.origin)),
+            html_head(f"{facts.name}: {facts.state}", _what(facts), answers, html_origin(facts.origin)),
             html_pictures(figures),
             _trials(facts),
         )

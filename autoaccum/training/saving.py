@@ -62,7 +62,12 @@ class Run(Protocol):
 
 
 def configuration_of(
-    arguments: FitArguments, schedule: Schedule, source: Source, optimizer: torch.optim.Optimizer, num_steps: int | None
+    arguments: FitArguments,
+    schedule: Schedule,
+    source: Source,
+    optimizer: torch.optim.Optimizer,
+    num_steps: int | None,
+    judge: Any,
 ) -> dict[str, Any]:
     """Return what was asked for; under "trained" what a run that goes on has to have in common with this one.
 
@@ -74,6 +79,7 @@ def configuration_of(
         source: the data.
         optimizer: as it is before the first step.
         num_steps: those that the lr_scheduler was told of.
+        judge: the run's ``KeepBest``; None without one.
     """
     # The model and the data are described apart, by more than their names.
     given = {name: value for name, value in values_of(arguments).items() if name not in ("model", "data")}
@@ -105,7 +111,10 @@ def configuration_of(
     details = details_of({"model": model} | ({"loss": last} if last is not model else {}), functions, content)
     if isinstance(arguments.data, DataLoader):  # which says so itself
         given["shuffle"] = shuffles(arguments.data)
-    return {"model": type(model).__name__, **configuration.plain(given), "trained": trained, "details": details}
+    described = {"model": type(model).__name__, **configuration.plain(given)}
+    if judge is not None:
+        described["keep_best"] = {"metric": judge.metric, "mode": judge.mode}
+    return {**described, "trained": trained, "details": details}
 
 
 def open_directory(

@@ -33,7 +33,7 @@ from autoaccum.ranks.shares import Share
 from autoaccum.ranks.summing import Compression
 from autoaccum.ranks.units import units_of
 from autoaccum.reporting.following import heard, tell_failure
-from autoaccum.reporting.progress import ProgressBar, tell_stop, teller_of
+from autoaccum.reporting.progress import ProgressBar, teller_of
 from autoaccum.runs.directory import RunDirectory
 from autoaccum.runs.writers import Writers
 from autoaccum.training import best, data_notices, frames, notices, saving, setup, together
@@ -207,6 +207,7 @@ class Trainer:
         self._callbacks: list[Callback] = [*ours, *heard(checked[_checks.of_callbacks], is_first=self._is_first)]
         self._teller = teller_of(self._callbacks)  # the bar, where there is one
         self._stop_reason: str | None = None  # set once the run is to end after its window
+        self._stopped_by = ""
         self._followed = Followed(arguments.modules())
         self._wish: str | None = None  # what it will be once all ranks have heard of it
         # By which it hears of wishes; None where callbacks may have some after a window.
@@ -309,7 +310,7 @@ class Trainer:
         """Train, unless there is nothing left to do, and return what the run leaves."""
         if self._start():
             self._run()
-        self._emit(Finished(step=self.step, reason=self._stop_reason or ""))
+        self._emit(Finished(step=self.step, reason=self._stop_reason or "", stopped_by=self._stopped_by))
         plan = self._last_plan()
         return FitResult(
             history=self.history,
@@ -521,8 +522,8 @@ class Trainer:
 
     def configuration(self) -> dict[str, Any]:
         """Return what was asked for, as plain values."""
-        num_steps = self._learning_rate.num_steps
-        return saving.configuration_of(self._arguments, self.schedule, self._source, self.optimizer, num_steps)
+        parts = self.schedule, self._source, self.optimizer, self._learning_rate.num_steps, self._hooks.judge()
+        return saving.configuration_of(self._arguments, *parts)
 
     def state_dict(self) -> tuple[State, State]:
         """Return (the model's state_dict, everything else) after a window: all that a checkpoint holds of the run."""
@@ -561,11 +562,10 @@ class Trainer:
             (self._history if isinstance(record, StepReport) else self._events).append(record)
         for callback in self._callbacks:
             try:
-                # Here and not in the hooks, for each window comes by.
                 told = (record, self) if id(callback) in self._hooks.takes_trainer else (record,)
                 callback(*told)
             except StopTraining:
-                tell_stop(self._teller, callback)
+                self._stopped_by = self._stopped_by or getattr(callback, "__name__", type(callback).__name__)
                 self._end("stopped")
 
     def _emit_shares(self) -> None:

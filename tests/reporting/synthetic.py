@@ -5,9 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from autoaccum.events import MemorySaving, Planned, Record, Shared, Started, StepReport, Verified
+from autoaccum.events import MemorySaving, Planned, Record, Shared, Started, StepReport, Validated, Verified
 from autoaccum.runs.records import HISTORY, line_of
 
+MIB = 2**20
 GIB = 2**30
 
 
@@ -45,6 +46,10 @@ def verified(error: float, *, step: int = 1, tensor: str | None = None) -> Verif
         step=step, hypothesis="items", error=error, tolerance=2e-5, tensor=tensor, samples=6,
         cuts=((1, 2, 3), (3, 2, 1), (2, 2, 2)), seconds=0.25,
     )  # fmt: skip
+
+
+def validated(step: int, loss: float, **metrics: float) -> Validated:
+    return Validated(step=step, epoch=0, loss=loss, metrics=metrics, num_samples=5, micro_batch=3, seconds=2.0)
 
 
 def saving(*, step: int = 1) -> MemorySaving:

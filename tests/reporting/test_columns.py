@@ -106,6 +106,13 @@ def test_a_run_is_finished_until_it_goes_on(tmp_path: Path) -> None:
     assert load_run(write(tmp_path, report(2), Finished(step=2, reason="stopped"))).finished == "stopped"
 
 
+def test_an_end_that_an_earlier_version_wrote_names_no_callback(tmp_path: Path) -> None:
+    line = b'{"type":"Finished","time":1700000000.0,"step":1,"reason":"stopped"}\n'
+    (tmp_path / "history.jsonl").write_bytes(line)
+    run = load_run(tmp_path)
+    assert (run.finished, run.events["Finished"]["stopped_by"].tolist(), run.garbled) == ("stopped", [""], 0)
+
+
 def test_a_history_is_read_in_parts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(runs_module, "_ROWS", 3)
     write(tmp_path, *(report(step) for step in range(1, 9)), Resumed(step=7, num_samples=56, checkpoint="c"), report(8))

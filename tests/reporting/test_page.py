@@ -17,6 +17,7 @@ import pytest
 
 pytest.importorskip("matplotlib")
 
+import safetensors.torch
 import torch
 from torch.nn.functional import cross_entropy
 
@@ -126,20 +127,69 @@ def run_dir(tmp_path: Path) -> Path:
 
 def test_the_page_says_what_the_run_was_and_answers_what_people_ask(run_dir: Path) -> None:
     page = page_of(run_dir)
-    assert "MLP · effective batch 8 · on cpu x86_64 · 240 samples in 30 steps · 3.0 s of training" in page.texts
-    assert "finished" in page.texts
+    assert page.texts.count("MLP, effective batch 8: finished") == 2, "heading and title of the window"
+    line = "first · 14 November 2023, 22:13 UTC · on cpu x86_64 · 240 samples in 30 steps · 3.0 s of training"
+    assert line in page.texts
     asked = [page.texts.index(text) for text in page.texts if text.endswith("?")]
-    assert len(asked) == 6
-    assert "Not always: it used at most 3% of the limit" in page.text
+    assert len(asked) == 7
+    answers = [page.texts[at + 1] for at in asked]
+    assert [re.match("Yes|No|Not measured", text) is not None for text in answers] == [True] * 7
+    assert "No: the device ran out of memory once. The peak was 3% of the limit" in page.text
     assert page.tags.count("figure") == page.tags.count("svg") == 5
     assert page.tags.count("details") == 2
+
+
+def test_the_results_and_the_line_that_loads_the_best_stand_above_the_answers(tmp_path: Path) -> None:
+    """The line is run as it stands."""
+
+    def right(outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        return (outputs.argmax(1) == targets).float()
+
+    data, run_dir = classes(40), tmp_path / "run"
+    autoaccum.fit(
+        wide(), data, effective_batch=20, loss_fn=cross_entropy, lr=0.01, epochs=3, validation_data=data,
+        metrics={"right": right}, callbacks=[autoaccum.callbacks.KeepBest("right", "max")], run_dir=run_dir,
+        progress=False, verify=False, device="cpu",
+    )  # fmt: skip
+    page = page_of(run_dir)
+    (facts,) = write_report([run_dir]).runs
+    assert facts.best is not None
+    assert (facts.best.metric, facts.state) == ("right", "finished")
+    for name in ("Samples per second", "Final training loss", "Best right", "Peak memory"):
+        assert page.texts.index(name) < page.texts.index("Did it stay within memory?")
+    assert page.texts[page.texts.index("Best right") + 1] == f"{facts.best.value:.4g}"
+    assert f" step {facts.best.step}, epoch {facts.best.epoch}" in page.texts
+    line = page.texts.index(f'autoaccum.load_best("{run_dir}", model)')
+    assert page.texts[line + 1] == f" Loads the weights of step {facts.best.step}, the best validation."
+    model = wide()
+    eval(page.texts[line], {"autoaccum": autoaccum, "model": model})
+    with torch.inference_mode():
+        assert right(model(data[0]), data[1]).mean().item() == pytest.approx(facts.best.value)
+
+
+def test_the_line_that_loads_the_last_checkpoint_is_run(tmp_path: Path) -> None:
+    trained = autoaccum.fit(
+        wide(), classes(40), effective_batch=20, loss_fn=cross_entropy, run_dir=tmp_path, progress=False, device="cpu"
+    ).model
+    load = write_report([tmp_path]).runs[0].load
+    assert load is not None
+    model = wide()
+    eval(load.text, {"safetensors": safetensors, "model": model})
+    assert all(torch.equal(a, b) for a, b in zip(model.parameters(), trained.parameters(), strict=True))
+
+
+def test_a_run_whose_last_loss_was_not_finite_is_not_called_good(tmp_path: Path) -> None:
+    write(tmp_path / "run", report(1), report(2, loss=float("nan")), Finished(step=2, reason="budget"))
+    page = page_of(tmp_path / "run")
+    assert "run, effective batch 8: diverged" in page.texts
+    assert page.texts[page.texts.index("Final training loss") + 1] == "not finite"
 
 
 def test_tables(run_dir: Path) -> None:
     rows = page_of(run_dir).rows
     assert rows[:4] == [
         ["from step", "from", "to", "why"],
-        ["4", "", "4 x 2", "planned, for larger ones do not fit"],
+        ["4", "", "4 x 2", "larger ones do not fit"],
         ["9", "4 x 2", "2 x 4", "out of memory"],
         ["12", "memory saving off", "every second block", "out of memory"],
     ]
@@ -227,7 +277,7 @@ def test_windows_that_tried_others_stand_between_two_plans(tmp_path: Path) -> No
         report(5, (8,)),
     )
     rows = page_of(tmp_path).rows[1:]
-    assert rows[1] == ["3", "4 x 2", "other plans", "what is the fastest was compared again, for 2 windows"]
+    assert rows[1] == ["3", "4 x 2", "other plans", "the speeds of plans were compared again, for 2 steps"]
     assert [row[0] for row in rows] == ["2", "3", "5"]
 
 
@@ -269,16 +319,16 @@ def test_what_was_measured_is_shown(tmp_path: Path) -> None:
     again = Resumed(step=1, num_samples=8, checkpoint="c")
     rows = page_of(write(tmp_path, right, report(1), again, right, wrong)).rows
     assert rows == [
-        ["step", "the loss, by", "the gradient is off", "most in", "measured on"],
-        ["1", "items", "1.4e-07 (2e-05 allowed)", "net.bias", "6 samples cut 1+2+3, 3+2+1, 2+2+2"],
-        ["3", "items", "2.7e-01 (2e-05 allowed)", "<b>", "6 samples cut 1+2+3, 3+2+1, 2+2+2"],
+        ["step", "the loss, by", "relative error", "most in", "measured on"],
+        ["1", "items", "1.4e-07 (2e-05 allowed)", "net.bias", "6 samples split 1+2+3, 3+2+1, 2+2+2"],
+        ["3", "items", "2.7e-01 (2e-05 allowed)", "<b>", "6 samples split 1+2+3, 3+2+1, 2+2+2"],
     ]
 
 
 def test_what_each_rank_did_is_shown(tmp_path: Path) -> None:
     rows = page_of(write(tmp_path, shared(), report(1), shared())).rows
     assert rows == [
-        ["rank", "samples of a window", "micro-batches", "peak", "limit", "computed", "waited"],
+        ["rank", "samples of a batch", "micro-batches", "peak", "limit", "computed", "waited"],
         ["0", "5", "2-3 x 2", "200 B", "1.00 GiB", "8.0 s", "2.0 s"],
         ["1", "3", "3 x 1", "100 B", "2.00 GiB", "2.0 s", "2.0 s"],
     ]
@@ -379,7 +429,7 @@ def test_terms_are_told_each_with_what_it_is_by(tmp_path: Path) -> None:
 
 def test_a_run_without_a_window_has_a_page(tmp_path: Path) -> None:
     page = page_of(write(tmp_path / "empty"))
-    assert "No window has committed yet." in page.texts
+    assert "No: no step is complete yet." in page.texts
     assert "svg" not in page.tags
     write(tmp_path / "begun", started())
     assert "svg" not in page_of(tmp_path / "empty", tmp_path / "begun", output=tmp_path).tags
@@ -431,7 +481,7 @@ def test_of_a_run_whose_limit_fell(tmp_path: Path) -> None:
     assert [row[0] for row in table] == [str(step) for step in begins]
     assert table[-1][1:3] == ["40 x 1", "20 x 2"]
     assert table[-1][3].startswith("the limit fell to ")
-    assert "It re-planned once: the limit fell to " in page.text
+    assert "he run re-planned once: the limit fell to " in page.text
 
 
 # The command.
@@ -476,6 +526,9 @@ def test_report_json_is_one_document(run_dir: Path, capsys: pytest.CaptureFixtur
     (run,) = document["runs"]
     assert (run["name"], run["num_steps"], run["best_validation_loss"]) == ("first", 30, 0.1)
     assert run["answers"][0]["question"] == "Did it stay within memory?"
+    assert set(run["answers"][0]) == {"question", "text", "good"}
+    assert run["title"] == "MLP, effective batch 8: finished"
+    assert (run["best"], run["load"]) == ({"metric": "loss", "value": 0.1, "step": 30, "epoch": 0}, None)
 
 
 def test_a_directory_without_a_run_is_a_usage_error(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -11,7 +11,7 @@ import pytest
 pytest.importorskip("matplotlib")
 
 from autoaccum.reporting import Run, load_run
-from autoaccum.reporting.facts import facts_of
+from autoaccum.reporting.facts import Best, facts_of
 from autoaccum.reporting.tables import compared, differences, flat, row_of, without_trained
 from tests.reporting.synthetic import report, shared, verified, write
 from tests.reporting.test_page import Page
@@ -29,6 +29,12 @@ def test_columns_that_are_the_same_are_told_below(run: Run) -> None:
     assert "gradient off by 1.0e-07 · ranks 2" in page.text
     assert "steps 1 ·" in page.text
     assert "best validation" not in page.text, "nobody has one"
+
+
+def test_a_best_validation_by_a_metric_is_shown_with_its_name(run: Run) -> None:
+    best = [Best(metric=metric, value=0.25, step=1, epoch=0) for metric in ("loss", "accuracy")]
+    rows = [row_of(at, replace(facts_of(run), best=one), str(at)) for at, one in enumerate(best)]
+    assert Page(compared(rows)).rows == [["run", "best validation"], ["0", "0.25"], ["1", "accuracy 0.25"]]
 
 
 def test_numbers_stand_to_the_right_whatever_is_left_out(run: Run) -> None:

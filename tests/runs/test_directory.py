@@ -264,7 +264,7 @@ class TestFinished:
 
     def test_one_that_was_interrupted_in_its_last_window_ends(self, tmp_path: Path) -> None:
         first = fit(tmp_path, steps=4, callbacks=[end_after(4)])
-        assert first.events[-1] == Finished(step=4, reason="stopped")
+        assert first.events[-1] == Finished(step=4, reason="stopped", stopped_by="end")
         again = fit(tmp_path, steps=4)
         assert again.events[-1] == Finished(step=4, reason="budget")
         assert len(again.history) == 4

@@ -47,7 +47,7 @@ def test_the_page_has_sentences_pictures_and_a_table(tmp_path: Path) -> None:
     written = write_study_report(made, tmp_path)
     page = Page(written.path.read_text())
     assert "sweep · 23 trials of 1,000 samples · 22,000 samples in all · 44.0 s of training" in page.texts
-    assert "1 running or killed, 22 ended" in page.texts
+    assert "made: 1 running or killed, 22 ended" in page.texts
     assert len([text for text in page.texts if text.endswith("?")]) == 6
     assert "As its power 0.50 ± 0.00" in page.text
     names = ["map", "best-lr", "loss", "importance"]

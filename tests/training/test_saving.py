@@ -147,3 +147,14 @@ def test_the_configuration_says_whether_a_loader_shuffles(tmp_path: Path, shuffl
         device="cpu", cache=False,
     )  # fmt: skip
     assert json.loads((tmp_path / "config.json").read_text())["shuffle"] is shuffles
+
+
+@pytest.mark.parametrize("callbacks", [[], [autoaccum.callbacks.KeepBest("loss", "min")]])
+def test_the_configuration_says_what_keep_best_goes_by(tmp_path: Path, callbacks: list[Any]) -> None:
+    data = classes(8)
+    autoaccum.fit(
+        mlp(), data, effective_batch=8, loss_fn=cross_entropy, validation_data=data, callbacks=iter(callbacks),
+        run_dir=tmp_path, verify=False, progress=False, device="cpu",
+    )  # fmt: skip
+    found = json.loads((tmp_path / "config.json").read_text()).get("keep_best")
+    assert found == ({"metric": "loss", "mode": "min"} if callbacks else None)

@@ -89,10 +89,10 @@ def test_the_report_names_the_file(tmp_path: Path) -> None:
     train(tmp_path, 6)
     (answer, *_) = facts_of(load_run(tmp_path)).answers
     (path,) = oom_files(tmp_path)
-    assert f"no sample lost. What held the memory then is in {path.name}." in answer.text
+    assert f"no sample was lost. See {path.name} for the tensors in memory at that moment." in answer.text
     (tmp_path / "oom-90.json").write_text("{}")
     (answer, *_) = facts_of(load_run(tmp_path)).answers
-    assert answer.text.endswith(f"is in {path.name} and 1 more file.")
+    assert f"See {path.name} and 1 more file for the tensors in memory at that moment." in answer.text
 
 
 def test_without_a_directory_nobody_looks(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

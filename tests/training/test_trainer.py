@@ -642,7 +642,7 @@ class TestEnd:
 
         result = fit(callbacks=[stop], epochs=5)
         assert result.num_steps == 2
-        assert result.events[-1] == Finished(step=2, reason="stopped")
+        assert result.events[-1] == Finished(step=2, reason="stopped", stopped_by="stop")
 
     def test_a_run_may_end_before_its_first_window(self) -> None:
         def stop(record: Any) -> None:
@@ -651,7 +651,7 @@ class TestEnd:
 
         result = fit(callbacks=[stop])
         assert (result.num_steps, result.plan.sizes) == (0, ())
-        assert result.events[-1] == Finished(step=0, reason="stopped")
+        assert result.events[-1] == Finished(step=0, reason="stopped", stopped_by="stop")
 
     def test_ctrl_c_ends_the_run_after_the_window(self) -> None:
         def press(record: Any) -> None:

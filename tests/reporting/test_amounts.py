@@ -1,0 +1,23 @@
+"""Numbers and durations as texts."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+
+from autoaccum.reporting.amounts import format_rate, format_seconds, many, times
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"),
+    [(0.0005, "0.5 ms"), (59.94, "59.9 s"), (60, "1 min"), (3600, "1 h"), (90_061, "1 d 1 h"), (math.inf, "unknown")],
+)
+def test_durations(seconds: float, text: str) -> None:
+    assert format_seconds(seconds) == text
+
+
+def test_numbers() -> None:
+    assert (many(1, "step"), many(1200, "step")) == ("1 step", "1,200 steps")
+    assert (times(1), times(2), times(1200)) == ("once", "twice", "1,200 times")
+    assert format_rate(999.96) == "1000"
