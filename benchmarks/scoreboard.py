@@ -1,7 +1,7 @@
-"""Writes the scoreboard, and the README's table of what was measured, from the tables of benchmarks/results/.
+"""Writes the scoreboard from the tables of benchmarks/results/.
 
     python benchmarks/scoreboard.py             # prints the scoreboard
-    python benchmarks/scoreboard.py --write     # writes SCOREBOARD.md there, and into the README
+    python benchmarks/scoreboard.py --write     # writes SCOREBOARD.md there
 
 Nothing is measured here: ``run_all.py`` does that, or each benchmark by itself.
 """
@@ -16,11 +16,8 @@ from run_all_stages import STAGES, Stage, records
 from scoreboard_lines import PARTS, Line
 from tables import Table, read
 
-ROOT = Path(__file__).parent.parent
 RESULTS = Path(__file__).parent / "results"
 RECORD = "stages.json"
-README = ROOT / "README.md"
-BEGIN, END = "<!-- measured: written by benchmarks/scoreboard.py -->\n", "<!-- end of what was measured -->"
 NOT_TIMED = "not timed"
 
 INTRODUCTION = """\
@@ -50,7 +47,7 @@ def page(results: Path) -> str:
     before = ""
     for area, line, table in lines(results):
         shown = "" if area == before else f"**{area}**"
-        board.append(f"| {shown} | {line.what} | {line.ours} | {line.beside} | {_place(table, '')} |")
+        board.append(f"| {shown} | {line.what} | {line.ours} | {line.beside} | {_place(table)} |")
         before = area
     ran = records(results / RECORD)
     stages = ["| stage | its tables | took | peers |", "| --- | --- | --- | --- |"]
@@ -77,35 +74,17 @@ def _of_stage(stage: Stage, entry: dict[str, Any] | None, results: Path) -> str:
     return f"| `{stage.name}.py` | {'<br>'.join(tables)} | {took} | {peers} |"
 
 
-def _place(table: Table | None, folder: str) -> str:
-    return "" if table is None else f"[{table.place}]({folder}{table.name}.md)"
-
-
-def block(results: Path) -> str:
-    """Return the README's table: the first line of every part that it claims something of."""
-    rows = ["| | autoaccum | beside it | measured |", "| --- | --- | --- | --- |"]
-    for part in PARTS:
-        table = read(part.table, results)
-        if part.is_claimed and table is not None:
-            line = part.lines(table)[0]
-            rows.append(f"| {line.what} | {line.ours} | {line.beside} | {_place(table, 'benchmarks/results/')} |")
-    return "\n".join(rows) + "\n"
-
-
-def write_readme(results: Path) -> None:
-    """Put the README's table in the place of the one that is there."""
-    before, rest = README.read_text().split(BEGIN)
-    README.write_text(f"{before}{BEGIN}{block(results)}{END}{rest.split(END)[1]}")
+def _place(table: Table | None) -> str:
+    return "" if table is None else f"[{table.place}]({table.name}.md)"
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--write", action="store_true", help="write SCOREBOARD.md and the README's table")
+    parser.add_argument("--write", action="store_true", help="write SCOREBOARD.md")
     options = parser.parse_args()
     text = page(RESULTS)
     if options.write:
         (RESULTS / "SCOREBOARD.md").write_text(text)
-        write_readme(RESULTS)
     else:
         print(text)
 

@@ -1,7 +1,6 @@
 """What the scoreboard says of each table: ours, and beside it whatever took part in the same run.
 
-Each function takes one table of benchmarks/results/ and returns its lines, of which the README shows the first. No
-figure stands here: all are cells of tables, counted, or the least and the most of them.
+Each function takes one table of benchmarks/results/ and returns its lines. No figure stands here: all are cells of tables, counted, or the least and the most of them.
 """
 
 from __future__ import annotations
@@ -34,8 +33,6 @@ class Part:
     what: str
     """What is not measured where there is no table."""
     lines: Callable[[Table], list[Line]]
-    is_claimed: bool = False
-    """Whether the README shows its first line."""
 
 
 def span(cells: Iterable[str], digits: int = 2) -> str:
@@ -414,7 +411,7 @@ def gpu(table: Table) -> list[Line]:
 
 PARTS = [
     Part(
-        area="exactness", table="exactness", what="gradients beside the big batch's", lines=exactness, is_claimed=True
+        area="exactness", table="exactness", what="gradients beside the big batch's", lines=exactness
     ),
     Part(area="exactness", table="readme_figure", what="the loss that a Trainer logs", lines=logged_loss),
     Part(
@@ -422,18 +419,16 @@ PARTS = [
         table="verification",
         what="losses and models that are silently wrong",
         lines=verification,
-        is_claimed=True,
     ),
     Part(area="verification", table="compositions", what="random compositions of losses", lines=compositions),
-    Part(area="replay", table="kills", what="runs that are killed", lines=kills, is_claimed=True),
+    Part(area="replay", table="kills", what="runs that are killed", lines=kills),
     Part(area="replay", table="gpu", what="memory that runs out on a device", lines=replays),
-    Part(area="search", table="search", what="the largest micro-batch that fits", lines=search, is_claimed=True),
+    Part(area="search", table="search", what="the largest micro-batch that fits", lines=search),
     Part(
         area="time to train",
         table="time_to_train",
         what="time to train from a cold start",
         lines=time_to_train,
-        is_claimed=True,
     ),
     Part(area="time to train", table="cold_start", what="cold starts on a virtual clock", lines=cold_start),
     Part(area="time to train", table="ladder", what="limits that hold no sample plainly", lines=ladder),
@@ -444,21 +439,20 @@ PARTS = [
         what="peers below limits that hold no sample plainly",
         lines=ladder_peers,
     ),
-    Part(area="time to train", table="lengths", what="samples of many lengths", lines=lengths, is_claimed=True),
-    Part(area="overhead", table="overhead", what="a window beside a loop by hand", lines=overhead, is_claimed=True),
-    Part(area="pressure", table="pressure", what="memory that goes and comes back", lines=pressure, is_claimed=True),
+    Part(area="time to train", table="lengths", what="samples of many lengths", lines=lengths),
+    Part(area="overhead", table="overhead", what="a window beside a loop by hand", lines=overhead),
+    Part(area="pressure", table="pressure", what="memory that goes and comes back", lines=pressure),
     Part(
         area="window losses",
         table="window_losses",
         what="losses over the whole window",
         lines=window_losses,
-        is_claimed=True,
     ),
-    Part(area="ranks", table="ranks", what="ranks beside DistributedDataParallel", lines=ranks, is_claimed=True),
+    Part(area="ranks", table="ranks", what="ranks beside DistributedDataParallel", lines=ranks),
     Part(area="ranks", table="ranks_balance", what="ranks that are not equally fast", lines=balance),
     Part(area="ranks", table="rank_ends", what="ranks that are killed", lines=rank_ends),
     Part(area="ranks", table="rank_elastic", what="ranks that go and come", lines=rank_elastic),
-    Part(area="sweeps", table="sweep", what="sweeps below a limit", lines=sweep, is_claimed=True),
+    Part(area="sweeps", table="sweep", what="sweeps below a limit", lines=sweep),
     Part(area="sweeps", table="sweep_kills", what="sweeps that are killed", lines=sweep_kills),
-    Part(area="GPU", table="gpu", what="all of it on a GPU", lines=gpu, is_claimed=True),
+    Part(area="GPU", table="gpu", what="all of it on a GPU", lines=gpu),
 ]

@@ -145,7 +145,7 @@ from tests.loss.test_sentences import Encoder, sentences
 image_text, images_and_texts = made(MODELS["CLIP"]), images_and_texts()
 encoder, pairs = SentenceTransformer(modules=[Encoder()], device="cpu"), sentences()
 """
-GIVEN = {("README.md", 0): OF_THE_READER, ("ranks.md", 0): OF_THE_READER, ("window_losses.md", 1): OF_TWO_LIBRARIES}
+GIVEN = {("ranks.md", 0): OF_THE_READER, ("window_losses.md", 1): OF_TWO_LIBRARIES}
 """What the reader of a block of a page is taken to have."""
 
 
@@ -249,19 +249,11 @@ def figures(text: str) -> list[tuple[str, int, float]]:
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_figures_that_lead_to_a_table_stand_in_it(page: Path) -> None:
     """A table that is measured anew would make the pages that quote it untrue in silence."""
-    link = r"\[([^\]]*\d[^\]]*)\]\((?:\.\./)?(benchmarks/results/\w+\.md)[^)]*\)"
+    link = r"\[([^\]]*\d[^\]]*)\]\((?:\.\./)?((?:benchmarks/results|docs)/\w+\.md)[^)]*\)"
     for text, table in re.findall(link, page.read_text()):
         measured = [value for _, _, value in figures((ROOT / table).read_text())]
         for shown, digits, value in figures(text):
             assert any(round(each, digits) == value for each in measured), f"{shown} is not in {table}"
-
-
-def test_quick_start_begins_with_two_commands_of_one_line() -> None:
-    text = (ROOT / "README.md").read_text().split("## Quick start\n", 1)[1]
-    first, second = re.match(r"\n```\n(.*)\n```\n\n```\n(.*)\n```\n", text).groups()  # type: ignore[union-attr]
-    fit = "autoaccum fit examples/char_gpt.py --effective-batch 256"
-    assert first == f'python -m pip install -c constraints.txt ".[plot,sweep]" && {fit}'
-    assert second == 'python -m pip install -c constraints.txt -e ".[test]" && python -m pytest'
 
 
 def test_the_table_of_exactness_is_the_one_that_was_measured() -> None:

@@ -132,6 +132,8 @@ def on_config(config: MkDocsConfig) -> MkDocsConfig:
 
 FENCED = re.compile(r"^```.*?^```\n", re.DOTALL | re.MULTILINE)
 LINK = re.compile(r"(!?)\[((?:[^\[\]]|\[[^\]]*\])*)\]\(([^()\s]+)\)")
+PICTURE = re.compile(r'(<(?:img|source)\b[^>]*?\b(?:src|srcset)=")docs/')
+"""What begins a picture in HTML, which the README has for its version for dark pages."""
 
 
 def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
@@ -154,12 +156,15 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
         where = address()
         return f"[{text}]({where}{there})" if where else text
 
+    def mended(text: str) -> str:
+        return PICTURE.sub(r"\1", LINK.sub(led, text))  # the README's pictures lie in docs/, whose files are the site's
+
     # Code is left as it is: what looks like a link there is an index and a call.
     parts, end = [], 0
     for code in FENCED.finditer(markdown):
-        parts += [LINK.sub(led, markdown[end : code.start()]), code[0]]
+        parts += [mended(markdown[end : code.start()]), code[0]]
         end = code.end()
-    return "".join([*parts, LINK.sub(led, markdown[end:])])
+    return "".join([*parts, mended(markdown[end:])])
 
 
 def place_of(path: str, files: Files) -> str | None:
