@@ -87,11 +87,10 @@ class ArgumentError(AutoaccumError, ValueError):
     # Like all of these it takes facts and words its message itself, so that messages of one kind read alike. The facts
     # stay attributes, so that no code has to read them out of a text.
 
-    def __init__(self, argument: str, value: object, accepted: str, cure: str = "") -> None:
-        self.argument = argument
-        self.value = value
-        self.accepted = accepted
-        super().__init__(f"{argument}={shown(value)}: expected {accepted}.{' ' if cure else ''}{cure}")
+    def __init__(self, argument: str, value: object, accepted: str, cure: str = "", *, fact: str = "") -> None:
+        self.argument, self.value, self.accepted = argument, value, accepted
+        fact = fact or f"{argument}={shown(value)}: expected {accepted}."
+        super().__init__(f"{fact} {cure}".rstrip())
 
 
 class ArgumentTypeError(ArgumentError, TypeError):

@@ -168,10 +168,10 @@ def test_the_command_tells_what_is_wrong(recipe_file: str, capsys: pytest.Captur
             "--effective-batch 8:x: expected '32:1024' for a range, '32,64' to choose from, or a number.",
         ),
         (["--lr", "1e-2:1e-3"], "--lr 1e-2:1e-3: expected "),
-        (["--epochs", "1"], "Unknown option: --epochs. The budget of a sweep is --samples, the same for all trials."),
-        (["--steps=9"], "Unknown option: --steps. The budget of a sweep is --samples, "),
-        (["--num-train-epochs", "1"], "Unknown option: --num-train-epochs. The budget of a sweep is --samples, "),
-        (["--batch-size", "1"], "Unknown option: --batch-size. Pass --effective-batch, "),
+        (["--epochs", "1"], "autoaccum sweep has no option --epochs. Use --samples (the budget of each trial)."),
+        (["--steps=9"], "autoaccum sweep has no option --steps. Use --samples "),
+        (["--num-train-epochs", "1"], "autoaccum sweep has no option --num-train-epochs. Use --samples "),
+        (["--batch-size", "1"], "autoaccum sweep has no option --batch-size. Use --effective-batch "),
     ],
 )
 def test_the_command_says_what_to_type(
