@@ -134,8 +134,10 @@ class ForeignOptimizerError(ArgumentError):
 class UnknownDeviceError(ArgumentError):
     """A device that this machine, or this build of PyTorch, does not have."""
 
-    def __init__(self, device: object, available: Sequence[str]) -> None:
-        super().__init__("device", device, f"one of {', '.join(available)}", "Leave device out to take the first one.")
+    def __init__(self, device: object, available: Sequence[str], why: str, cure: str) -> None:
+        super().__init__(
+            "device", device, f"one of {', '.join(available)}", cure, fact=f"device={shown(device)} {why}."
+        )
 
 
 class NoHistoryError(ArgumentError):

@@ -266,7 +266,7 @@ def test_keys_of_a_recipes_dict_are_named_as_in_python(
     assert main(["fit", tiny("'batchsize': 8,"), *QUIET]) == 2
     told = capsys.readouterr().err
     assert "returned 'batchsize', but fit() has no argument 'batchsize'. Use effective_batch (samples per" in told
-    assert "--" not in told.split("which fit")[1]
+    assert "--" not in told.split("but fit")[1]
 
 
 # Whoever reads the output.
