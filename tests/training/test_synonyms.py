@@ -110,7 +110,7 @@ def test_where_there_is_no_effective_batch_a_batch_size_has_another_fix() -> Non
         "check() has no argument 'batch_size'. Leave it out (fit() has effective_batch for it)."
     )
     with pytest.raises(ArgumentTypeError) as caught:
-        autoaccum.sweep(lambda: {}, batch_size=4)
+        autoaccum.sweep(dict, batch_size=4)
     assert str(caught.value) == (
         "sweep() has no argument 'batch_size'. Use effective_batch (samples per optimizer step)."
     )
