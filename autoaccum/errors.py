@@ -539,7 +539,7 @@ class AlreadyRunningError(AutoaccumError, RuntimeError):
 
 
 class AlreadySteppedError(AutoaccumError, RuntimeError):
-    """A step of an optimizer on a gradient that an Accumulator has stepped on already."""
+    """A ``loss.backward()`` or ``optimizer.step()`` that an Accumulator has done already."""
 
 
 class RankError(AutoaccumError, RuntimeError):
