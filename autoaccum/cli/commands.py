@@ -233,6 +233,8 @@ def _sweep(
         print("\n".join(study_lines(best, found)), flush=True)
         # Of several metrics the best is one of those on the front: that of the best first metric.
         of_recipe, of_fit = again(study, best[0]) if best else ({}, {})
+        if isinstance(micro_batch := given.get("micro_batch"), int) and "effective_batch" in of_fit:
+            of_fit = {**of_fit, "micro_batch": min(micro_batch, of_fit["effective_batch"])}
         own = {*OF_SWEEP, "trials", "lr", "effective_batch"} - {"progress"}
         more = [trial_line(best[0].number, of_recipe, of_fit, own)] if of_fit else []
         _say_sweep(study.study_name, given, more, is_finished=found["finished"] >= trials)

@@ -97,6 +97,16 @@ def test_the_command_exits_with_4_when_it_is_interrupted(recipe_file: str, capsy
     assert f"the same command goes on: {command}\n" in err
 
 
+def test_a_micro_batch_above_a_trials_effective_batch_is_lowered_for_it_and_in_its_command(
+    recipe_file: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    argv = ["sweep", recipe_file, "--lr", "1e-3:1e-1", "--effective-batch", "8", "--micro-batch", "16", "--trials", "1"]
+    assert main([*argv, "--no-progress", "--device", "cpu"]) == 0
+    command = capsys.readouterr().err.splitlines()[-1].partition(": autoaccum ")[2]
+    assert "--micro-batch 8" in command
+    assert main([*shlex.split(command), "--run-dir", "none"]) == 0
+
+
 def test_a_ctrl_c_between_trials_ends_the_command_at_once_and_says_where(
     recipe_file: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
