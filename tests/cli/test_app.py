@@ -104,7 +104,7 @@ def test_an_unexpected_error_shows_where_it_comes_from_and_exits_with_1(
     assert out == ""
     assert err.count("Traceback (most recent call last):") == 1
     assert [line.split('"')[1] for line in err.splitlines() if line.startswith("  File ")] == [recipe]
-    told = "It was raised for a micro-batch of 8 samples, of tensors (8, 4), (8, 1)."
+    told = "autoaccum was running all 8 samples of the step, of shapes (8, 4), (8, 1)."
     assert f"KeyError: 'missing'\n{told}\n" in err
 
 

@@ -117,7 +117,10 @@ def interrupting(record: Any) -> None:
         ({"callbacks": [stopping]}, "stopped"),
         ({"callbacks": [interrupting]}, "interrupted"),
         ({"optimizer": lambda params: torch.optim.SGD(params, lr=math.inf)}, "diverged"),
-        ({"optimizer": lambda params: torch.optim.SGD(params, lr=math.inf), "callbacks": [interrupting]}, "interrupted"),
+        (
+            {"optimizer": lambda params: torch.optim.SGD(params, lr=math.inf), "callbacks": [interrupting]},
+            "interrupted",
+        ),
     ],
 )
 def test_it_says_how_the_run_ended_and_so_does_the_summary(
