@@ -84,8 +84,7 @@ def _remake(cls: type[AutoaccumError], args: tuple[object, ...], facts: dict[str
 class ArgumentError(AutoaccumError, ValueError):
     """An argument that cannot be used: its name, its value, what is accepted and what to do."""
 
-    # Like all of these it takes facts and words its message itself, so that messages of one kind read alike. The facts
-    # stay attributes, so that no code has to read them out of a text.
+    # Facts stay attributes, so that no code has to read them out of a text; ``fact`` replaces the general sentence.
 
     def __init__(self, argument: str, value: object, accepted: str, cure: str = "", *, fact: str = "") -> None:
         self.argument, self.value, self.accepted = argument, value, accepted

@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING, Any
 
 from tqdm.auto import tqdm
 
-from autoaccum.cli.spelling import as_options
 from autoaccum.errors import ArgumentError
 from autoaccum.events import Record, Saved, Validated
 from autoaccum.memory import clock
@@ -65,9 +64,7 @@ class Kept:
         """Note how a run of these arguments has ended, and what goes on from there."""
         self.ended = result.ended
         if self.ended == "diverged":
-            self.state = as_options(
-                f"{result.divergence}. Lower the learning rate, or pass clip_norm=1.0, in a new run."
-            )
+            self.state = f"{result.divergence}. Lower the learning rate, or pass --clip-norm 1.0, in a new run."
         elif self.ended == "interrupted":
             self.state = f"after step {result.num_steps}"
         elif self.ended == "stopped":
