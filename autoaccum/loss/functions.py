@@ -54,11 +54,12 @@ def loss_function(
     ):
         if given is not None:
             _checks.no_class(name, given, "a function")
-            if name == "training_step" and (swapped := mistakes.in_order(given)) is not None:
+            takes = _checks.positional(given)
+            names = () if takes is None else takes.names
+            if name == "training_step" and (swapped := mistakes.in_order(given, names)) is not None:
                 raise swapped
-            takes = None if before_window is None else _checks.positional(given)
             # A loss_fn gets what is shared in any case, a training_step where it asks for it.
-            has_third = takes is not None and (name == "loss_fn" or takes.required >= 3)
+            has_third = before_window is not None and takes is not None and (name == "loss_fn" or takes.required >= 3)
             parameters = (*two, "shared") if has_third else two
             cure = "The third argument is what before_window has returned." if has_third else ""
             _checks.function(name, given, parameters, "loss", cure)

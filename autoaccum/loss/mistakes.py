@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 
-from autoaccum._checks import positional
 from autoaccum.errors import ArgumentError, ArgumentTypeError, NonScalarLossError
 
 _NO_NUMBER = (
@@ -26,13 +25,11 @@ _SHOWN = 12
 """Name so many entries of a dict at most."""
 
 
-def in_order(training_step: Callable[..., Any]) -> ArgumentTypeError | None:
+def in_order(training_step: Callable[..., Any], names: tuple[str, ...]) -> ArgumentTypeError | None:
     """Return the error for a ``training_step`` whose parameters are named for another order; None where they are not.
 
     Others have (batch, batch_idx), as a method of a LightningModule, or (batch, model).
     """
-    takes = positional(training_step)
-    names = () if takes is None else takes.names
     is_unbound = names[:2] == ("self", "batch")  # the function of the class, and not of an object of it
     if names[:1] != ("batch",) and "".join(names[1:2]) not in ("model", *_INDICES) and not is_unbound:
         return None
