@@ -46,6 +46,8 @@ class Kept:
     """What draws it."""
     is_new: bool = False
     """Whether the directory was made here, so that nobody knows of it yet."""
+    more: Sequence[str] = ()
+    """What the command that resumes has to say beside what was typed."""
     _is_validated: bool = False
     _step: int = 0
     ended: str = ""
@@ -76,7 +78,7 @@ class Kept:
         elif self.path is not None:
             budget = next((name for name in _BUDGETS if arguments.get(name) is not None), "epochs")
             more = [f"--{budget}", str(2 * (arguments.get(budget) or 1))]
-            self.resume_command = _command([*_without(typed.get(), _BUDGETS), *more], os.fspath(self.path))
+            self.resume_command = _command([*_without(typed.get(), _BUDGETS), *more], os.fspath(self.path), self.more)
         if self.ended != "interrupted" and self.state:
             self.resume_command = None
         self._is_validated = any(isinstance(event, Validated) for event in result.events)
@@ -96,7 +98,10 @@ class Kept:
             elif self.ended != "diverged" and os.path.exists(weights):
                 lines.append(f"weights: model.load_state_dict(safetensors.torch.load_file({weights!r}))")
             lines.append(f"report: {self.report_command}")
-        return lines + [f"{self.ended}: {self.state}"] * bool(self.state)
+        # Where nothing is kept, what else there is to say is about going on.
+        if self.state and (lines or self.ended in ("interrupted", "diverged")):
+            lines.append(f"{self.ended}: {self.state}")
+        return lines
 
 
 @contextmanager
@@ -125,7 +130,8 @@ def keeping(recipe: str, arguments: Mapping[str, Any], *, json: bool) -> Iterato
     made: Path | None = None
     if is_new:
         run_dir = made = _of_all_ranks(lambda: _made(base, name_of(recipe)), arguments)
-    kept = _kept(run_dir, is_new=is_new)
+    # What a recipe says of it holds for the command, too.
+    kept = _kept(run_dir, is_new=is_new, more=["--resume", "auto"] if arguments.get("resume") is False else [])
     try:
         yield kept
     except BaseException as error:
@@ -142,24 +148,24 @@ def keeping(recipe: str, arguments: Mapping[str, Any], *, json: bool) -> Iterato
         _say(kept)
 
 
-def _kept(run_dir: Any, *, is_new: bool) -> Kept:
+def _kept(run_dir: Any, *, is_new: bool, more: Sequence[str]) -> Kept:
     """Return what there is to say of a run in that directory."""
     # Commands are made here and not where they are printed: lines and JSON have the same.
     if run_dir is None:
         return Kept(path=None, resume_command=None, report_command=None)
     report = shlex.join(["autoaccum", "report", os.fspath(run_dir)])
-    goes_on = _command(typed.get(), os.fspath(run_dir))
-    return Kept(path=run_dir, resume_command=goes_on, report_command=report, is_new=is_new)
+    goes_on = _command(typed.get(), os.fspath(run_dir), more)
+    return Kept(path=run_dir, resume_command=goes_on, report_command=report, is_new=is_new, more=more)
 
 
-def _command(words: Sequence[str], run_dir: str) -> str:
+def _command(words: Sequence[str], run_dir: str, more: Sequence[str] = ()) -> str:
     """Return the command line that goes on with a run, made of the one that has begun it.
 
     >>> _command(["fit", "a.py", "--resume", "false", "--run_dir=b", "--lr", "1"], "runs/my run")
     "autoaccum fit a.py --lr 1 --run-dir 'runs/my run'"
     """
     # Both are said anew, for the directory may have been none, and what begins anew does not go on.
-    return _started_as([*_without(words, ("run-dir", "resume")), "--run-dir", run_dir])
+    return _started_as([*_without(words, ("run-dir", "resume")), *more, "--run-dir", run_dir])
 
 
 def _without(words: Sequence[str], names: Collection[str]) -> list[str]:

@@ -82,6 +82,13 @@ def test_the_command_that_resumes_has_twice_the_budget(
     assert resumed(resume, capsys) == (steps[0], list(range(1, steps[1] + 1)))
 
 
+def test_a_recipe_that_begins_again_each_time_is_resumed_all_the_same(
+    tiny: Callable[..., str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["fit", tiny("'effective_batch': 8, 'resume': False,"), *PLAIN]) == 0
+    assert resumed(capsys.readouterr().err.splitlines()[-2], capsys) == (3, [1, 2, 3, 4, 5, 6])
+
+
 @pytest.mark.parametrize("validated", ["", "'validation_data': (torch.randn(4, 4), torch.randn(4, 1)),"])
 def test_a_run_that_its_scheduler_ends_is_complete_and_its_weights_load(
     validated: str, tiny: Callable[..., str], capsys: pytest.CaptureFixture[str]
@@ -95,6 +102,8 @@ def test_a_run_that_its_scheduler_ends_is_complete_and_its_weights_load(
     load = f"model.load_state_dict(safetensors.torch.load_file({file!r}))"
     assert weights == f"weights: {f'autoaccum.load_best({str(place)!r}, model)' if validated else load}"
     assert end == "finished: its lr_scheduler has ended (a longer run begins again, in a new run_dir)"
+    assert main(["fit", tiny(f"'effective_batch': 8, 'lr_scheduler': {scheduler},"), *PLAIN, "--run-dir", "none"]) == 0
+    assert "lr_scheduler" not in capsys.readouterr().err
     model = torch.nn.Linear(4, 1)
     eval(weights.partition(": ")[2], {"autoaccum": autoaccum, "safetensors": safetensors, "model": model})
     assert torch.equal(model.weight, safetensors.torch.load_file(file)["weight"])
