@@ -199,6 +199,18 @@ def positive_number(argument: str, value: object) -> float:
     return number_between(argument, value, sys.float_info.min)
 
 
+_FEWEST_BYTES = 512
+"""No memory has fewer bytes: a smaller number was meant in GiB."""
+
+
+def no_bytes(argument: str, num_bytes: int, cure: str = "") -> None:
+    """Refuse a number of bytes that can only be one of GiB."""
+    if 0 < num_bytes < _FEWEST_BYTES:
+        fact = f"{argument}={num_bytes} is {num_bytes} byte{'s' * (num_bytes > 1)}."
+        cure = f"Pass {argument}='{num_bytes}GiB'{cure}."
+        raise ArgumentError(argument, num_bytes, "bytes", cure, fact=fact)
+
+
 def num_bytes(argument: str, value: object, accepted: str, least: int = 1) -> int:
     """Return the bytes that an int, or a text such as "24GiB", stands for."""
     # A share has nothing to be one of: there is no device whose memory it would be.

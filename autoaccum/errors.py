@@ -86,14 +86,12 @@ def _remake(cls: type[AutoaccumError], args: tuple[object, ...], facts: dict[str
 class ArgumentError(AutoaccumError, ValueError):
     """An argument that cannot be used: its name, its value, what is accepted and what to do."""
 
-    # Like all of these it takes facts and words its message itself, so that messages of one kind read alike. The facts
-    # stay attributes, so that no code has to read them out of a text.
+    # Facts stay attributes, so that no code has to read them out of a text; ``fact`` replaces the general sentence.
 
-    def __init__(self, argument: str, value: object, accepted: str, cure: str = "") -> None:
-        self.argument = argument
-        self.value = value
-        self.accepted = accepted
-        super().__init__(f"{argument}={shown(value)}: expected {accepted}.{' ' if cure else ''}{cure}")
+    def __init__(self, argument: str, value: object, accepted: str, cure: str = "", *, fact: str = "") -> None:
+        self.argument, self.value, self.accepted = argument, value, accepted
+        fact = fact or f"{argument}={shown(value)}: expected {accepted}."
+        super().__init__(f"{fact} {cure}".rstrip())
 
 
 class ArgumentTypeError(ArgumentError, TypeError):
@@ -137,8 +135,10 @@ class ForeignOptimizerError(ArgumentError):
 class UnknownDeviceError(ArgumentError):
     """A device that this machine, or this build of PyTorch, does not have."""
 
-    def __init__(self, device: object, available: Sequence[str]) -> None:
-        super().__init__("device", device, f"one of {', '.join(available)}", "Leave device out to take the first one.")
+    def __init__(self, device: object, available: Sequence[str], why: str, cure: str) -> None:
+        super().__init__(
+            "device", device, f"one of {', '.join(available)}", cure, fact=f"device={shown(device)} {why}."
+        )
 
 
 class NoHistoryError(ArgumentError):
@@ -538,7 +538,7 @@ class AlreadyRunningError(AutoaccumError, RuntimeError):
 
 
 class AlreadySteppedError(AutoaccumError, RuntimeError):
-    """A step of an optimizer on a gradient that an Accumulator has stepped on already."""
+    """A ``loss.backward()`` or ``optimizer.step()`` that an Accumulator has done already."""
 
 
 class RankError(AutoaccumError, RuntimeError):

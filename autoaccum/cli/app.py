@@ -6,14 +6,13 @@ line, and so cannot fall behind them. ``cache`` shows and clears what is kept of
 what runs have recorded.
 
 Exit codes: 0 done; 2 usage; 3 not even one sample fits; 4 stopped by a signal, with a checkpoint written; 130 by
-Ctrl-C where nothing is kept, or by a second one; 141 where nobody read on what was printed; 1 anything else, of
-``check`` a gradient that is not exact, or that could not be measured.
+Ctrl-C where nothing is kept, or by a second one; 141 where nobody read on what was printed; 1 anything else, of ``fit``
+a run that diverged, of ``check`` a gradient that is not exact, or that could not be measured.
 """
 
 from __future__ import annotations
 
 import inspect
-import re
 import sys
 import traceback
 import warnings
@@ -29,15 +28,10 @@ from autoaccum.cli.spelling import offered
 from autoaccum.errors import ArgumentError, AutoaccumError, MemoryLimitError, RecipeError, ResumeError
 from autoaccum.training.frames import leave_out_own
 from autoaccum.training.recipes import RecipeRaised
-from autoaccum.training.synonyms import elsewhere
+from autoaccum.training.synonyms import elsewhere, meant_in
 
 COMMANDS = "autoaccum.cli.commands"
 """Where cyclopts finds a command by its name, once it is called."""
-
-_BUDGETS = ("epochs", "steps")
-"""Budgets that a sweep has no option for: trials of different effective batches would see other samples by them."""
-_ANSWERED = tuple(f"Pass {name}" for name in _BUDGETS)
-"""What begins the answer to the names that other trainers have for these."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -59,9 +53,11 @@ def main(argv: Sequence[str] | None = None) -> int:
             option = (error.token.keyword or error.token.value).split("=")[0]
             offered.set(inspect.signature(error.target).parameters if error.target else {})
             cure = _instead(option)
-            if words[:1] == ["sweep"] and (option.strip("-") in _BUDGETS or elsewhere(option).startswith(_ANSWERED)):
-                cure = "The budget of a sweep is --samples, the same for all trials."
-            return fail(CycloptsError(msg=f"Unknown option: {option}. {cure}") if cure else error, 2)
+            if words[:1] == ["sweep"] and {option.strip("-"), meant_in(elsewhere(option))} & {"epochs", "steps"}:
+                # By these, trials of different effective batches would see other samples.
+                cure = "Use --samples (the budget of each trial)."
+            fact = f"{' '.join(['autoaccum', *words[:1]])} has no option {option}."
+            return fail(CycloptsError(msg=f"{fact} {cure or str(error).partition('. ')[2]}".strip()), 2)
         except MissingArgumentError as error:
             # Of what was left out, as of an option without its value, cyclopts says that it requires an argument.
             is_there = error.keyword is not None or bool(error.argument and error.argument.tokens)
@@ -105,13 +101,13 @@ def _instead(option: str) -> str:
         return cure
     from autoaccum.training.options import OF_FIT  # not sooner: to plan and to help takes no torch
 
-    meant = found[1] if (found := re.match(r"Pass (?:the )?(\w+)", cure)) else "" if cure else name
+    meant = meant_in(cure) or ("" if cure else name)
     if meant in offered.get() or meant not in OF_FIT:
         return cure
     # A check has no epochs; but no command line can write a function, or a dataset.
     if writable(OF_FIT[meant].type):
-        return f"fit has --{meant.replace('_', '-')}, and this command has nothing like it."
-    return f"{cure} It is an entry of the dict that the recipe returns.".strip()
+        return f"Leave it out (autoaccum fit has --{meant.replace('_', '-')} for it)."
+    return f"{cure} The recipe returns it: {{{meant!r}: ...}}.".strip()
 
 
 def _show(error: Exception) -> int:

@@ -32,7 +32,6 @@ from autoaccum.cli.printing import (
     study_lines,
 )
 from autoaccum.errors import ArgumentError
-from autoaccum.events import Finished
 from autoaccum.planning import plans
 from autoaccum.runs.past import Past
 from autoaccum.training.recipes import name_of, opened
@@ -161,15 +160,13 @@ def _fit(recipe: Recipe, /, *, settings: Settings = None, json: Json = False, **
             if kept.is_new and not is_launched():
                 arguments["callbacks"] = _with(kept, arguments.get("callbacks", ()))
             result = fit(**{**arguments, "run_dir": kept.path})
-            finished = [event.reason for event in result.events if isinstance(event, Finished)]  # of each process of it
-            kept.is_finished, kept.is_stopped = finished[-1:] == ["budget"], finished[-1:] == ["stopped"]
-            kept.is_bounded = arguments.get("lr_scheduler") is not None
+            kept.end(result, arguments)
     if json and speaks():
         print_json(fit_document(result) | kept_document(kept))
     # A run that was ended by a signal has come to its last checkpoint, if it has any: 4 says that it can go on.
-    if finished[-1:] != ["interrupted"]:
-        return 0
-    return 130 if kept.path is None else 4
+    if kept.ended == "interrupted":
+        return 130 if kept.path is None else 4
+    return 1 if kept.ended == "diverged" else 0
 
 
 def _with(callback: Any, callbacks: Any) -> Any:
@@ -218,11 +215,11 @@ def _sweep(
         try:
             study = sweep(recipe, num_trials=trials, recipe_arguments=parameters_of(settings) or None, **given)
         except KeyboardInterrupt:  # not while a window was run: what it has come to is in the storage
-            print("interrupted: the same command goes on", file=sys.stderr)
+            print("interrupted: the same command resumes", file=sys.stderr)
             name = given.get("study_name") or name_of(recipe)
             # Before it was made there is nothing to say of it.
             if Path(given.get("directory") or directory_of(name)).exists() and speaks() and not json:
-                _say_sweep(name, given, is_finished=False)
+                _say_sweep(name, given, trials, is_finished=False)
             return 4
     found = totals(study)  # of all processes that have worked on it
     if speaks() and json:  # the first rank for all
@@ -233,9 +230,11 @@ def _sweep(
         print("\n".join(study_lines(best, found)), flush=True)
         # Of several metrics the best is one of those on the front: that of the best first metric.
         of_recipe, of_fit = again(study, best[0]) if best else ({}, {})
+        if isinstance(micro_batch := given.get("micro_batch"), int) and "effective_batch" in of_fit:
+            of_fit = {**of_fit, "micro_batch": min(micro_batch, of_fit["effective_batch"])}
         own = {*OF_SWEEP, "trials", "lr", "effective_batch"} - {"progress"}
         more = [trial_line(best[0].number, of_recipe, of_fit, own)] if of_fit else []
-        _say_sweep(study.study_name, given, more, is_finished=found["finished"] >= trials)
+        _say_sweep(study.study_name, given, trials, more, is_finished=found["finished"] >= trials)
     # Trials that do not fit are pruned, so the study has ended well; but nothing was learnt from it.
     if found["finished"] and found["not_fitting"] == found["finished"]:
         print(f"error: none of {counted(found['finished'], 'trial')} fits: see their not_fitting", file=sys.stderr)
@@ -244,12 +243,14 @@ def _sweep(
     return 0 if found["finished"] >= trials else 4
 
 
-def _say_sweep(name: str, given: Mapping[str, Any], more: Sequence[str] = (), *, is_finished: bool) -> None:
+def _say_sweep(
+    name: str, given: Mapping[str, Any], trials: int, more: Sequence[str] = (), *, is_finished: bool
+) -> None:
     """Print where a study of that name is kept to standard error, and more lines after it."""
     from autoaccum.sweeps.claims import directory_of
 
     place = given.get("directory") or directory_of(name)
-    lines = sweep_lines(place, given.get("storage"), name, is_finished=is_finished)
+    lines = sweep_lines(place, given.get("storage"), name, trials, is_finished=is_finished)
     print(*lines, *more, sep="\n", file=sys.stderr)
 
 

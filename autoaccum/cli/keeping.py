@@ -12,15 +12,19 @@ from contextlib import contextmanager, suppress
 from contextvars import ContextVar
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from tqdm.auto import tqdm
 
 from autoaccum.errors import ArgumentError
-from autoaccum.events import Record, Saved
+from autoaccum.events import Record, Saved, Validated
 from autoaccum.memory import clock
 from autoaccum.training.recipes import name_of
 
+if TYPE_CHECKING:  # it takes torch with it
+    from autoaccum.training.result import FitResult
+
+_BUDGETS = ("epochs", "steps", "samples")
 RUNS = "AUTOACCUM_RUNS_DIR"
 """The environment variable that names the folder of new directories; ``runs`` below the current folder without it."""
 NONE = "none"
@@ -37,37 +41,67 @@ class Kept:
     path: str | os.PathLike[str] | None
     """The directory; None where nothing is kept."""
     resume_command: str | None
-    """What goes on with the run."""
+    """What goes on with the run: of a finished one with twice its budget. None where no command does."""
     report_command: str | None
     """What draws it."""
     is_new: bool = False
     """Whether the directory was made here, so that nobody knows of it yet."""
-    is_finished: bool = False
-    """Whether its budget is spent, as is known at its end."""
-    is_stopped: bool = False
-    """Whether a callback has ended it, as ``EarlyStopping`` does, and would end it again."""
-    is_bounded: bool = False
-    """Whether it can have no larger one, for its scheduler was made for so many steps."""
+    more: Sequence[str] = ()
+    """What the command that resumes has to say beside what was typed."""
+    _is_validated: bool = False
+    _step: int = 0
+    ended: str = ""
+    """How the run has ended, as ``FitResult`` has it; empty where an error ended it."""
+    state: str = ""
+    """What there is to say of that, where no command alone goes on."""
 
     def __call__(self, record: Record) -> None:
         """Say where a new run is kept once it can go on from there: what is killed says nothing at its end."""
         if self.is_new and isinstance(record, Saved):
             self.is_new = False
             place = shlex.quote(os.fspath(self.path or ""))
-            tqdm.write(f"keeping the run in {place}: --run-dir {place} goes on with it", file=sys.stderr)
+            tqdm.write(f"saving to: {place} (resume: --run-dir {place})", file=sys.stderr)
+
+    def end(self, result: FitResult, arguments: Mapping[str, Any]) -> None:
+        """Note how a run of these arguments has ended, and what goes on from there."""
+        self.ended = result.ended
+        if self.ended == "diverged":
+            self.state = f"{result.divergence}. Lower the learning rate, or pass --clip-norm 1.0, in a new run."
+        elif self.ended == "interrupted":
+            self.state = f"after step {result.num_steps}"
+        elif self.ended == "stopped":
+            self.state = "by a callback, which has to allow more steps before the run can resume"
+        elif arguments.get("lr_scheduler") is not None:
+            self.state = "its lr_scheduler has ended (a longer run begins again, in a new run_dir)"
+        elif hasattr(arguments.get("data"), "__next__"):
+            self.state = "its data can be read only once"
+        elif self.path is not None:
+            budget = next((name for name in _BUDGETS if arguments.get(name) is not None), "epochs")
+            more = [f"--{budget}", str(2 * (arguments.get(budget) or 1))]
+            self.resume_command = _command([*_without(typed.get(), _BUDGETS), *more], os.fspath(self.path), self.more)
+        if self.ended != "interrupted" and self.state:
+            self.resume_command = None
+        self._is_validated = any(isinstance(event, Validated) for event in result.events)
+        self._step = result.num_steps
 
     def lines(self) -> list[str]:
-        """Return what is said of it at the end of a run; nothing where nothing is kept."""
-        if self.path is None:
-            return []
-        place = os.fspath(self.path)
-        drawn = f"to look at it: {self.report_command}"
-        if self.is_finished and self.is_bounded:
-            return [f"kept in {place}; its lr_scheduler has ended, so that no larger budget goes on from it", drawn]
-        goes_on = "to go on, raise the budget" if self.is_finished else "to go on"
-        if self.is_stopped:
-            goes_on = "to go on, let the callback that has stopped it allow more"
-        return [f"kept in {place}, {goes_on}: {self.resume_command}", drawn]
+        """Return what is said of it at the end of a run; the last one says how it has ended, if not as was asked."""
+        lines = []
+        if self.path is not None:
+            place = os.fspath(self.path)
+            weights = os.path.join(place, "checkpoints", f"step-{self._step:08d}", "model.safetensors")
+            lines.append(f"saved: {place}")
+            if self.resume_command is not None:
+                lines.append(f"resume: {self.resume_command}")
+            elif self._is_validated and self.ended != "diverged":
+                lines.append(f"weights: autoaccum.load_best({place!r}, model)")
+            elif self.ended != "diverged" and os.path.exists(weights):
+                lines.append(f"weights: model.load_state_dict(safetensors.torch.load_file({weights!r}))")
+            lines.append(f"report: {self.report_command}")
+        # Where nothing is kept, what else there is to say is about going on.
+        if self.state and (lines or self.ended in ("interrupted", "diverged")):
+            lines.append(f"{self.ended}: {self.state}")
+        return lines
 
 
 @contextmanager
@@ -96,7 +130,8 @@ def keeping(recipe: str, arguments: Mapping[str, Any], *, json: bool) -> Iterato
     made: Path | None = None
     if is_new:
         run_dir = made = _of_all_ranks(lambda: _made(base, name_of(recipe)), arguments)
-    kept = _kept(run_dir, is_new=is_new)
+    # What a recipe says of it holds for the command, too.
+    kept = _kept(run_dir, is_new=is_new, more=["--resume", "auto"] if arguments.get("resume") is False else [])
     try:
         yield kept
     except BaseException as error:
@@ -113,24 +148,24 @@ def keeping(recipe: str, arguments: Mapping[str, Any], *, json: bool) -> Iterato
         _say(kept)
 
 
-def _kept(run_dir: Any, *, is_new: bool) -> Kept:
+def _kept(run_dir: Any, *, is_new: bool, more: Sequence[str]) -> Kept:
     """Return what there is to say of a run in that directory."""
     # Commands are made here and not where they are printed: lines and JSON have the same.
     if run_dir is None:
         return Kept(path=None, resume_command=None, report_command=None)
     report = shlex.join(["autoaccum", "report", os.fspath(run_dir)])
-    goes_on = _command(typed.get(), os.fspath(run_dir))
-    return Kept(path=run_dir, resume_command=goes_on, report_command=report, is_new=is_new)
+    goes_on = _command(typed.get(), os.fspath(run_dir), more)
+    return Kept(path=run_dir, resume_command=goes_on, report_command=report, is_new=is_new, more=more)
 
 
-def _command(words: Sequence[str], run_dir: str) -> str:
+def _command(words: Sequence[str], run_dir: str, more: Sequence[str] = ()) -> str:
     """Return the command line that goes on with a run, made of the one that has begun it.
 
     >>> _command(["fit", "a.py", "--resume", "false", "--run_dir=b", "--lr", "1"], "runs/my run")
     "autoaccum fit a.py --lr 1 --run-dir 'runs/my run'"
     """
     # Both are said anew, for the directory may have been none, and what begins anew does not go on.
-    return _started_as([*_without(words, ("run-dir", "resume")), "--run-dir", run_dir])
+    return _started_as([*_without(words, ("run-dir", "resume")), *more, "--run-dir", run_dir])
 
 
 def _without(words: Sequence[str], names: Collection[str]) -> list[str]:
@@ -171,24 +206,28 @@ def trial_line(
         words += ["--set", f"{name}={value}"]
     for name, value in of_fit.items():
         words += [f"--{name.replace('_', '-')}", str(value)]
-    return f"to train trial {number} once more: {_started_as(['fit', *words])}"
+    return f"train trial {number} again: {_started_as(['fit', *words])}"
 
 
-def sweep_lines(directory: str | os.PathLike[str], storage: str | None, study: str, *, is_finished: bool) -> list[str]:
+def sweep_lines(
+    directory: str | os.PathLike[str], storage: str | None, study: str, trials: int, *, is_finished: bool
+) -> list[str]:
     """Return what is said at the end of a sweep: where it is kept, what goes on with it and what draws it.
 
     Args:
         directory: of its trials.
         storage: as it was passed; None for the file in the directory.
         study: its name.
-        is_finished: whether it has as many trials as were asked for.
+        trials: as many as were asked for.
+        is_finished: whether it has as many.
     """
     place = os.fspath(directory)
-    goes_on = "to go on, raise --trials" if is_finished else "the same command goes on"
+    words = [*_without(typed.get(), ("trials",)), "--trials", str(2 * trials)] if is_finished else typed.get()
     drawn = ["autoaccum", "report", *([place] if storage is None else [storage, "--study", study])]
     return [
-        f"kept in {place}{'' if storage is None else f' and {storage}'}, {goes_on}: {_started_as(typed.get())}",
-        f"to look at it: {shlex.join(drawn)}",
+        f"saved: {place}{'' if storage is None else f' and {storage}'}",
+        f"resume: {_started_as(words)}",
+        f"report: {shlex.join(drawn)}",
     ]
 
 

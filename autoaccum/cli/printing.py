@@ -73,6 +73,7 @@ def fit_document(result: FitResult) -> dict[str, Any]:
     """Return what ``fit --json`` prints: all that the run has reported."""
     # Without the model and the optimizer, which JSON cannot hold: a run_dir keeps them.
     return {
+        "ended": result.ended,
         "num_steps": result.num_steps,
         "num_samples": result.num_samples,
         "plan": plan_document(result.plan),

@@ -29,7 +29,7 @@ _SET = r"recipe_arguments(?:\['(?P<set>\w+)'\]=)?"
 """What ``--set`` passes: all of it, or one of a recipe's parameters."""
 _ALONE = r"(?<![\w.('\"/-])(?P<alone>[a-z]+(?:_[a-z]+)+)(?![\w=(\['\"/]|\.\w)"
 """An argument without a value, which an underscore tells from words of English."""
-_WORD = r"(?P<before>\b(?:another|[Pp]ass|one of) )(?P<word>[a-z]+)(?![\w=(\['])"
+_WORD = r"(?P<before>\b(?:another|[Pp]ass|Use|[Ll]eave|one of) )(?P<word>[a-z]+)(?![\w=(\['])"
 """One of a single word, told by what stands before it."""
 
 

@@ -9,13 +9,12 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from autoaccum._checks import positive_int
-from autoaccum.errors import ArgumentTypeError
 from autoaccum.integrations.lightning_checks import OPTIONS, refuse_module, refuse_trainer
 from autoaccum.integrations.lightning_data import remade
 from autoaccum.integrations.lightning_evaluation import Evaluation
 from autoaccum.integrations.lightning_windows import Windows
 from autoaccum.integrations.short_epochs import ShortEpochs
-from autoaccum.training.synonyms import elsewhere, meant_by
+from autoaccum.training.synonyms import elsewhere, meant_by, unknown_argument
 
 # There are two packages with the same content, and each has a Callback of its own: that of the one that is in use.
 if TYPE_CHECKING:
@@ -62,7 +61,7 @@ class AutoAccum(Callback):  # type: ignore[misc]
             if name not in OPTIONS:
                 names = ("effective_batch", *OPTIONS)
                 cure = _of_trainer(name) or elsewhere(name) or meant_by(name, names)
-                raise ArgumentTypeError(name, value, f"an argument that AutoAccum has: {', '.join(names)}", cure)
+                raise unknown_argument("AutoAccum", name, value, cure or f"It has {', '.join(names)}.")
         self.effective_batch = effective_batch
         self._options = options
         self._windows: Windows | None = None

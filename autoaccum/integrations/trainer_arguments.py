@@ -10,9 +10,9 @@ from typing import Any
 from transformers import Trainer, TrainingArguments
 
 from autoaccum import _checks
-from autoaccum.errors import ArgumentError, ArgumentTypeError, ConflictingArgumentsError
+from autoaccum.errors import ArgumentError, ConflictingArgumentsError
 from autoaccum.training.options import OF_ACCUMULATOR
-from autoaccum.training.synonyms import elsewhere, meant_by
+from autoaccum.training.synonyms import elsewhere, meant_by, unknown_argument
 
 OPTIONS = (
     *("micro_batch", "max_micro_batch", "min_micro_batch", "memory_limit", "headroom", "memory_saving"),
@@ -53,11 +53,11 @@ def refuse_unknown(init: Callable[..., Any], keywords: Mapping[str, Any]) -> Non
             cure = f"It is one of the training arguments: args=TrainingArguments(..., {name}=...)."
         elif name in OF_ACCUMULATOR:
             cure = "The trainer says it, and an Accumulator is made with that."
-        elif not cure.startswith("Pass effective_batch"):  # the answers are those of fit
+        elif not cure.startswith("Use effective_batch"):  # the answers are those of fit
             cure = meant_by(name, ["effective_batch", *OPTIONS, *known])
         if not cure:  # an old name may be taken all the same
             continue
-        raise ArgumentTypeError(name, keywords[name], "an argument of the trainer, or one of a window", cure)
+        raise unknown_argument("AutoAccumTrainer", name, keywords[name], cure)
 
 
 def refuse(trainer: Any, step: Any) -> None:

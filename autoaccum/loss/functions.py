@@ -54,9 +54,12 @@ def loss_function(
     ):
         if given is not None:
             _checks.no_class(name, given, "a function")
-            takes = None if before_window is None else _checks.positional(given)
+            takes = _checks.positional(given)
+            names = () if takes is None else takes.names
+            if name == "training_step" and (swapped := mistakes.in_order(given, names)) is not None:
+                raise swapped
             # A loss_fn gets what is shared in any case, a training_step where it asks for it.
-            has_third = takes is not None and (name == "loss_fn" or takes.required >= 3)
+            has_third = before_window is not None and takes is not None and (name == "loss_fn" or takes.required >= 3)
             parameters = (*two, "shared") if has_third else two
             cure = "The third argument is what before_window has returned." if has_third else ""
             _checks.function(name, given, parameters, "loss", cure)
@@ -66,8 +69,8 @@ def loss_function(
             "training_step", training_step, "loss_fn", "A training_step computes the whole loss: leave loss_fn out."
         )
     if before_window is not None:
-        return _explaining(_with_shared(loss_fn, training_step), loss_fn)
-    return _explaining(_loss_of(loss_fn, training_step), loss_fn)
+        return _explaining(_with_shared(loss_fn, training_step), loss_fn, training_step)
+    return _explaining(_loss_of(loss_fn, training_step), loss_fn, training_step)
 
 
 def _loss_of(loss_fn: Callable[..., Any] | None, training_step: Callable[..., Any] | None) -> LossOf:
@@ -84,7 +87,9 @@ def _loss_of(loss_fn: Callable[..., Any] | None, training_step: Callable[..., An
     return lambda model, batch: checked(_model_loss(call_on_batch(model, batch)), "the model")
 
 
-def _explaining(loss_of: LossOf, loss_fn: Callable[..., Any] | None) -> LossOf:
+def _explaining(
+    loss_of: LossOf, loss_fn: Callable[..., Any] | None, training_step: Callable[..., Any] | None
+) -> LossOf:
     """Make the same loss, whose errors of types name the part of a batch that is of another type, or the function."""
 
     def explaining(model: Any, batch: Any) -> torch.Tensor | Computed:
@@ -93,7 +98,9 @@ def _explaining(loss_of: LossOf, loss_fn: Callable[..., Any] | None) -> LossOf:
             return loss_of(model, batch)
         except (TypeError, AttributeError, RuntimeError, IndexError, ValueError) as error:
             given = batch.batch if isinstance(batch, Beside) else batch
-            if loss_fn is not None and isinstance(error, TypeError) and _is_training_step(loss_fn, model, given):
+            if training_step is not None and isinstance(error, TypeError | AttributeError):
+                mistakes.refuse_swapped(training_step, model, given, error)
+            if loss_fn is not None and isinstance(error, TypeError) and mistakes.returns_loss(loss_fn, model, given):
                 cure = "It returns a loss for (model, batch), as a training_step does: pass training_step=."
                 raise ArgumentTypeError("loss_fn", loss_fn, "a function (outputs, targets) -> loss", cure) from error
             if (found := mistaken(error, model, given)) is None:
@@ -101,14 +108,6 @@ def _explaining(loss_of: LossOf, loss_fn: Callable[..., Any] | None) -> LossOf:
             raise found from error
 
     return explaining
-
-
-def _is_training_step(function: Callable[..., Any], model: Any, batch: Any) -> bool:
-    """Return whether a function that has failed as a ``loss_fn`` is one of the model and the batch."""
-    try:
-        return mistakes.is_loss(function(model, batch))
-    except Exception:  # it may do anything with what it was not made for
-        return False
 
 
 def stated(

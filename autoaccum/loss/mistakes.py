@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from autoaccum.errors import ArgumentError, NonScalarLossError
+from autoaccum.errors import ArgumentError, ArgumentTypeError, NonScalarLossError
 
 _NO_NUMBER = (
     "No gradient comes from a number: return the loss as the tensor that it is, without .item(), float() or .numpy(). "
@@ -19,8 +19,56 @@ _NOTHING = (
     'Where there is nothing of any of them, return one of 0 that depends on the model: {"name": outputs.sum() * 0}.'
 )
 _COMPLEX = "Return a real number of it, for example with .abs() or .real."
+_INDICES = ("batch_idx", "batch_index", "batch_nb")
+"""What other trainers call the number of a batch, which follows it."""
 _SHOWN = 12
 """Name so many entries of a dict at most."""
+
+
+def in_order(training_step: Callable[..., Any], names: tuple[str, ...]) -> ArgumentTypeError | None:
+    """Return the error for a ``training_step`` whose parameters are named for another order; None where they are not.
+
+    Others have (batch, batch_idx), as a method of a LightningModule, or (batch, model).
+    """
+    is_unbound = names[:2] == ("self", "batch")  # the function of the class, and not of an object of it
+    if names[:1] != ("batch",) and "".join(names[1:2]) not in ("model", *_INDICES) and not is_unbound:
+        return None
+    of = "model." if is_unbound or isinstance(getattr(training_step, "__self__", None), torch.nn.Module) else ""
+    rest = ["model" if name == "model" else "0" for name in names[1 + is_unbound :]]
+    fact = f"training_step takes ({', '.join(names)}), but autoaccum calls training_step(model, batch)."
+    return _swapped(training_step, fact, of, rest)
+
+
+def refuse_swapped(training_step: Callable[..., Any], model: Any, batch: Any, error: Exception) -> None:
+    """Raise if a ``training_step`` has failed because the model came first, whatever its parameters are called.
+
+    Raises:
+        ArgumentTypeError: it computes a loss of them in another order, or has taken the model for a batch.
+    """
+    second = next(
+        (name for name, given in (("model", model), ("0", 0)) if returns_loss(training_step, batch, given)), ""
+    )
+    if second or f"{type(model).__name__}' object is not subscriptable" in str(error):
+        fact = (
+            f"training_step got the model first, as autoaccum calls training_step(model, batch), and failed: {error}."
+        )
+        raise _swapped(training_step, fact, "", [second] * bool(second)) from error
+
+
+def _swapped(function: Callable[..., Any], fact: str, of: str, rest: list[str]) -> ArgumentTypeError:
+    name = str(getattr(function, "__name__", ""))
+    cure = f"Pass training_step=lambda model, batch: {of}{name}({', '.join(['batch', *rest])})"
+    if not name.isidentifier() or not rest:
+        cure = "Write it as training_step=lambda model, batch: ..., the model first."
+    return ArgumentTypeError("training_step", function, "a function (model, batch) -> loss", cure, fact=fact)
+
+
+def returns_loss(function: Callable[..., Any], *arguments: Any) -> bool:
+    """Return whether a function that has failed with other arguments computes a loss of these."""
+    try:
+        return is_loss(function(*arguments))
+    except Exception:  # it may do anything with what it was not made for
+        return False
 
 
 def wrong(source: str, returned: Any) -> NonScalarLossError:

@@ -58,16 +58,38 @@ def find_device(device: str | torch.device | None) -> torch.device:
     try:
         found = torch.device(device)
     except Exception:  # of a text that is no device, an index of 30 digits, or anything else
-        raise UnknownDeviceError(device, available) from None
+        raise _refused(device, "", available) from None
     if found.type == "cpu":
         return torch.device("cpu")  # without an index: "cpu:0" does not compare equal to the device of a tensor
     # For an accelerator it is the other way round: tensors have an index, and "cuda" alone equals none of them.
     if found.index is None and accelerator is not None and found.type == accelerator.type:
         found = torch.device(found.type, torch.accelerator.current_device_index())
     if str(found) not in available:
-        raise UnknownDeviceError(device, available)
+        raise _refused(device, found.type, available)
     torch.accelerator.set_device_index(found.index)
     return found
+
+
+def _refused(device: object, kind: str, available: list[str]) -> UnknownDeviceError:
+    """Return the error for a device that is not among those available; its kind is empty where PyTorch has none."""
+    built = torch.accelerator.current_accelerator()  # what the build is for, whether or not there is one
+    is_there = len(available) > 1
+    name = built.type if built is not None and is_there else "cpu"
+    if kind in ("", "meta"):
+        cure = f"Use device={name!r}, or leave device out."
+        return UnknownDeviceError(device, available, "is no device to train on", cure)
+    cure = f"Leave device out to train on {'the CPU' if name == 'cpu' else name}"
+    if built is None:
+        why = "this PyTorch build is CPU-only"
+        cure += ", or install a build for CUDA (https://pytorch.org/get-started)" * (kind == "cuda")
+    elif built.type != kind:
+        why = f"this PyTorch build is for {built.type.upper()}"
+    elif is_there:
+        why = f"there are {', '.join(available)}"
+    else:
+        why = f"this PyTorch build is for {kind.upper()}, but no {kind.upper()} device works here"
+        cure += ", or run nvidia-smi to see whether the driver finds a GPU" * (kind == "cuda")
+    return UnknownDeviceError(device, available, f"is not available: {why}", f"{cure}.")
 
 
 def memory_of(device: torch.device) -> Memory:

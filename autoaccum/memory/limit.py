@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-from autoaccum._checks import function
+from autoaccum._checks import function, no_bytes
 from autoaccum._units import parse_bytes
 from autoaccum.errors import ArgumentError, ArgumentTypeError
 from autoaccum.memory.base import Memory
@@ -110,6 +110,8 @@ def asked_limit(value: MemoryLimit, first_bytes: int, available_bytes: Callable[
         cure = "The function passed as memory_limit returned it."
         return lambda: _limit_bytes(asked(), available_bytes, "", cure)
     fixed = _limit_bytes(value, lambda: first_bytes, ", or a function that returns one of these", "")
+    if not isinstance(value, float) and not (isinstance(value, str) and "." in value):  # a share of what is simulated
+        no_bytes("memory_limit", fixed, ", or a share such as memory_limit=0.5")
     return lambda: fixed
 
 

@@ -29,8 +29,6 @@ CLOSE = 0.05
 """Relative differences of memory up to this one are small: those of a good prediction, say."""
 USED = 0.8
 """Share of the limit from which on no memory counts as unused."""
-FAR = 3.0
-"""A run diverged if its last losses are this many times its greatest first loss."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -70,14 +68,9 @@ def shares_of(run: Run) -> NDArray[np.float64]:
 
 
 def has_diverged(run: Run) -> bool:
-    """Return whether the last loss is not finite, or the last losses are far above the first."""
-    losses, few = run.windows["loss"], twentieth(run)
-    if not len(losses):
-        return False
-    # The greatest first loss, so that noise around a small mean is no divergence.
-    first, last = losses[:few], mean_of(losses[-few:])
-    first = np.abs(first[np.isfinite(first)])
-    return not np.isfinite(losses[-1]) or (len(first) > 0 and last is not None and last > FAR * float(first.max()))
+    """Return whether the last loss of a step that was not skipped is NaN or infinite, as ``FitResult.ended`` has it."""
+    losses = run.windows["loss"][~np.isin(run.windows["step"], run.events["StepSkipped"]["step"])]
+    return len(losses) > 0 and not np.isfinite(losses[-1])
 
 
 def mean_of(values: NDArray[np.float64]) -> float | None:

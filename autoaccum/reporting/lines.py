@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from itertools import pairwise
+from math import isfinite
 
 from autoaccum._units import format_bytes
 from autoaccum.events import (
@@ -72,6 +73,7 @@ class Narrator:
         self._replays = 0
         self._resumed: Resumed | None = None
         self._started = 0.0
+        self._is_finite, self._skipped = True, 0
 
     def __call__(self, record: Record) -> str | None:
         """Return the line, which for the end of a run is several; None for a window, and what is not worth one."""
@@ -82,6 +84,8 @@ class Narrator:
                 self._full = record
             self._peak_bytes = max(self._peak_bytes, record.peak_bytes)
             self._replays += record.replays
+            # A step that was skipped has changed nothing, whatever its loss is.
+            self._is_finite = isfinite(record.loss) if record.step != self._skipped else self._is_finite
             return None
         if isinstance(record, Started):
             self._started = clock.now()
@@ -96,6 +100,8 @@ class Narrator:
             return None
         elif isinstance(record, Validated):
             self._validated = record
+        elif isinstance(record, StepSkipped):
+            self._skipped = record.step
         elif isinstance(record, Resumed):
             self._resumed = record
         elif isinstance(record, Verified):
@@ -113,6 +119,8 @@ class Narrator:
         # Where lengths differ each window has sizes of its own, and a plan is of a window that may never come.
         sizes = self.plan or self._full.micro_batches
         sizes = self._full.micro_batches if is_by_length(sizes) else sizes
+        is_finite = self._is_finite and isfinite(0.0 if self._validated is None else self._validated.loss)
+        reason = finished.reason if is_finite or finished.reason == "interrupted" else "diverged"
         # Of this process: what was trained before a resume took its own time, which nobody has measured here.
         seconds = clock.now() - self._started
         samples = self.last.num_samples
@@ -128,7 +136,7 @@ class Narrator:
         if self._validated is not None and self._validated.metrics:
             validated += f", {metrics_text(self._validated.metrics)}"
         return (
-            f"{end_text(finished.reason, finished.stopped_by)}: {counted(finished.step, 'step')}, "
+            f"{end_text(reason, finished.stopped_by)}: {counted(finished.step, 'step')}, "
             f"{samples} samples{',' if since else ''} {took}\n"
             f"loss {self._first.loss:.4f} -> {self.last.loss:.4f}{since}{outputs}{validated}\n"
             f"micro-batches {cut_text(sizes)}, {counted(self._replays, 'replay')}, "

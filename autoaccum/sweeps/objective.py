@@ -101,6 +101,9 @@ class Objective:
             if not is_used_up:
                 self._check_goes_to_fit(name, value, has_optimizer=has_optimizer)
                 arguments[name] = value
+        sizes = [size for name in ("micro_batch", "effective_batch") if isinstance(size := arguments.get(name), int)]
+        if len(sizes) == 2:  # a trial's window may be smaller than the micro-batch that all of them are given
+            arguments["micro_batch"] = min(sizes)
         return arguments
 
     def _check_goes_to_fit(self, name: str, value: Any, *, has_optimizer: bool) -> None:

@@ -29,7 +29,7 @@ from autoaccum.training.declarations import Checked, arguments, arguments_of, ch
 from autoaccum.training.learning_rate import MakeScheduler, Scaling
 from autoaccum.training.metrics import Metric
 from autoaccum.training.options import OF_FIT, Callback
-from autoaccum.training.synonyms import elsewhere
+from autoaccum.training.synonyms import elsewhere, unknown_argument
 from autoaccum.window.optimizers import OptimizerLike
 from autoaccum.window.precision import Precision
 
@@ -149,7 +149,8 @@ def of_fit_arguments(fit_arguments: Arguments) -> None:
         if name not in OF_FIT or OF_FIT[name].in_sweeps == "own":
             # All of them and not the most similar one: what a sweep does not pass on may well be an argument of fit.
             taken = [argument.name for argument in OF_FIT.values() if argument.in_sweeps != "own"]
-            raise ArgumentError(name, value, f"arguments of sweep, or of fit: {', '.join(taken)}", elsewhere(name))
+            cure = elsewhere(name) or f"Besides its own arguments it takes fit's: {', '.join(taken)}."
+            raise unknown_argument("sweep", name, value, cure)
 
 
 def of_sampler(sampler: object) -> BaseSampler | Callable[[int], BaseSampler]:

@@ -19,7 +19,7 @@ from autoaccum.data.base import Window
 from autoaccum.data.lengths import LENGTHS, BatchLengths
 from autoaccum.data.randomness import mix
 from autoaccum.data.splits import SplitLike, is_said, split_of, tensors
-from autoaccum.errors import ConflictingArgumentsError, EmptyDatasetError
+from autoaccum.errors import AlreadySteppedError, ConflictingArgumentsError, EmptyDatasetError
 from autoaccum.events import Event
 from autoaccum.loss.coupling import batch_norms, smallest_micro_batch
 from autoaccum.loss.functions import loss_function, stated
@@ -289,7 +289,7 @@ class Accumulator:
                 self._step.apply(gradient, lambda: self._run(window))
             self._step.strays.stepped(self._step.job.optimizer)
         self.outputs = outputs
-        return gradient.loss
+        return gradient.loss.as_subclass(_Stepped)
 
     @of_one_batch
     def backward(self, batch: Any) -> torch.Tensor:
@@ -304,7 +304,7 @@ class Accumulator:
             gradient = self._run(self._part(batch, "backward"))
         self._step.strays.expect()
         self._step.number += 1  # the caller steps, and windows are numbered by steps in what is announced
-        return gradient.loss
+        return gradient.loss.as_subclass(_Backwarded)
 
     def state_dict(self) -> dict[str, Any]:
         """Return what was found out about the loss, about memory and about time, as plain values for a checkpoint.
@@ -402,6 +402,46 @@ class Accumulator:
         self.events.append(event)
         for callback in self._callbacks:
             callback(event)
+
+
+class _Stepped(torch.Tensor):
+    """The loss that ``step`` returns: a tensor like any other but for a ``backward()`` that was left in the loop."""
+
+    done = "accumulator.step(batch) has computed the gradient and taken the step"
+    # What is computed of it is a plain tensor, at no cost.
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+
+    def backward(self, *args: Any, **kwargs: Any) -> None:
+        """Raise, for there is nothing left to do."""
+        raise AlreadySteppedError(f"loss.backward() has nothing to do: {self.done}. Delete loss.backward().")
+
+    # As ``loss / accumulation_steps`` and a scaler have it, which are left in the same loops.
+    def __truediv__(self, other: Any) -> Any:
+        return self._as_left(super().__truediv__(other))
+
+    def __mul__(self, other: Any) -> Any:
+        return self._as_left(super().__mul__(other))
+
+    def _as_left(self, loss: Any) -> Any:
+        return loss if loss is NotImplemented or loss.requires_grad else loss.as_subclass(type(self))
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
+        return repr(self.as_subclass(torch.Tensor))
+
+    def __format__(self, format_spec: str) -> str:
+        return format(self.as_subclass(torch.Tensor), format_spec)
+
+    def __reduce_ex__(self, proto: Any) -> Any:
+        return self.as_subclass(torch.Tensor).__reduce_ex__(proto)  # type: ignore[no-untyped-call]
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> torch.Tensor:
+        return self.detach().clone()
+
+
+class _Backwarded(_Stepped):
+    """The loss that ``backward`` returns."""
+
+    done = "accumulator.backward(batch) has computed the gradient, and optimizer.step() is next"
 
 
 _SAVED = entries({"device": a(str), "largest_batch": whole(), "lengths": LENGTHS, "step": engine(has_scaler=None)})

@@ -326,7 +326,8 @@ class _Check:
         try:
             loss = total(SideEffects(self._parameters).refuse_in(partial(self._job.loss_of, self._job.model, batch)))
         except Exception as error:
-            tell_micro_batch(error, lambda: batches.flatten(batch)[0], len(positions), " that are checked")
+            running = f"was running {len(positions)} samples that are checked"
+            tell_micro_batch(error, lambda: batches.flatten(batch)[0], running)
             raise
         # Of what holds no items a mean is NaN, and counts for nothing.
         if read(loss, len(positions)).items and not math.isfinite(value := loss.item()):

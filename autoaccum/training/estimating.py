@@ -44,7 +44,9 @@ _FEW = 8
 
 def of_device_memory(device_memory: object) -> int:
     """Return the bytes of a device."""
-    return _checks.num_bytes("device_memory", device_memory, "bytes as an int, or a text such as '24GiB'")
+    found = _checks.num_bytes("device_memory", device_memory, "bytes as an int, or a text such as '24GiB'")
+    _checks.no_bytes("device_memory", found)
+    return found
 
 
 @arguments

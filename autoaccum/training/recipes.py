@@ -274,8 +274,9 @@ def checked(arguments: object, recipe: str) -> dict[str, Any]:
     for key in arguments:
         if key not in OF_FIT:
             cure = f" {cure}" if (cure := elsewhere(str(key))) else _suggest(str(key), list(OF_FIT))
+            all_of_them = f" It has {', '.join(OF_FIT)}."
             raise RecipeResultError(
-                f"{recipe} returned {key!r}, which fit does not take.{cure} fit takes {', '.join(OF_FIT)}."
+                f"{recipe} returned {key!r}, but fit() has no argument {key!r}.{cure or all_of_them}"
             )
     for key in ("model", "data"):
         if key not in arguments:

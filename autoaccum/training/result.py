@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import takewhile
+from typing import Literal
 
 import torch
 from torch import nn
 
-from autoaccum.events import Event, StepReport
+from autoaccum.events import Event, Finished, StepReport, StepSkipped, Validated
 from autoaccum.planning.plans import Plan
 from autoaccum.reporting.shown import Facts, as_line, as_table, sizes_text
+
+Ended = Literal["finished", "interrupted", "stopped", "diverged"]
+"""How a run has ended; an error of it is raised."""
 
 
 def cut_last(
@@ -47,6 +53,30 @@ class FitResult:
     optimizer: torch.optim.Optimizer
     """With its state."""
 
+    @property
+    def ended(self) -> Ended:
+        """How the run ended: its budget was spent (finished), a signal or a callback ended it, or its loss diverged."""
+        if (reason := self._reason) == "interrupted":
+            return "interrupted"
+        return "diverged" if self.divergence else "stopped" if reason == "stopped" else "finished"
+
+    @property
+    def divergence(self) -> str:
+        """What the loss is that is not finite any more, and since which step; empty where it is finite."""
+        validated = next((event for event in reversed(self.events) if isinstance(event, Validated)), None)
+        # A window whose step was skipped has changed nothing: none of its samples counts, or its gradient overflowed.
+        skipped = {event.step for event in self.events if isinstance(event, StepSkipped)}
+        stepped = (report for report in reversed(self.history) if report.step not in skipped)
+        if tail := list(takewhile(lambda report: not math.isfinite(report.loss), stepped)):
+            return f"the loss is {tail[0].loss} since step {tail[-1].step}"
+        if validated is not None and not math.isfinite(validated.loss):
+            return f"the validation loss is {validated.loss}"
+        return ""
+
+    @property
+    def _reason(self) -> str:
+        return next((event.reason for event in reversed(self.events) if isinstance(event, Finished)), "")
+
     # A cell of a notebook that ends in it would show every window and every weight.
 
     def __repr__(self) -> str:
@@ -56,7 +86,7 @@ class FitResult:
         return as_table("FitResult", self._facts())
 
     def _facts(self) -> Facts:
-        facts: Facts = {"num_steps": self.num_steps, "num_samples": self.num_samples}
+        facts: Facts = {"ended": self.ended, "num_steps": self.num_steps, "num_samples": self.num_samples}
         if self.history:
             facts["loss"] = f"{self.history[-1].loss:.6g}"
         return facts | {"plan": sizes_text(self.plan.sizes), "model": type(self.model).__name__}

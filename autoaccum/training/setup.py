@@ -111,6 +111,22 @@ def device_of(model: nn.Module, tensors: Iterable[torch.Tensor]) -> torch.device
     return devices.pop() if devices else None
 
 
+def refuse_sizes(arguments: FitArguments, schedule: Schedule) -> None:
+    """Refuse micro-batches that no window has the samples for.
+
+    Raises:
+        ArgumentError: min_micro_batch is more than a full window has, or micro_batch more than the largest.
+    """
+    _checks.of_smallest_window(arguments.min_micro_batch, schedule.smallest)
+    micro_batch, largest = arguments.micro_batch, schedule.largest
+    if isinstance(micro_batch, int) and largest is not None and micro_batch > largest:
+        is_fixed = isinstance(arguments.effective_batch, int)
+        found = f"effective_batch={largest}" if is_fixed else f"the largest effective_batch, {largest}"
+        fact = f"micro_batch={micro_batch} is more than {found}: it is the samples of one forward and backward."
+        cure = f"Pass micro_batch={largest}" + f", or effective_batch={micro_batch}" * is_fixed + "."
+        raise ArgumentError("micro_batch", micro_batch, f"at most {largest}", cure, fact=fact)
+
+
 def open_data(arguments: FitArguments, place: Place, split: Any = None) -> Source:
     """Open what is trained on.
 

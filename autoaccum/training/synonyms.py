@@ -9,33 +9,34 @@ import re
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, TypeVar, cast
 
-from autoaccum._units import kind_of
+from autoaccum._units import kind_of, shown
 from autoaccum.errors import ArgumentTypeError
 from autoaccum.planning import plans
 from autoaccum.training.frames import without_own_frames
 
 F = TypeVar("F", bound=Callable[..., Any])
 
-_BATCH = "Pass effective_batch, the samples of an optimizer step; how many of them fit at once is found out"
-_FITS = "Leave it out: it follows from effective_batch and from what fits; micro_batch sets what is computed at once"
-_DATA = "Pass the data as the second argument: tensors, a dataset or a DataLoader"
-_SAVING = "Pass memory_saving='checkpoint'; left out, it is done where nothing fits otherwise"
-_OFFLOAD = "Pass memory_saving='offload'; left out, it is done on an accelerator where nothing fits otherwise"
-_LOG = "Pass callbacks=[...] with a WandbReporter, MLflowReporter, TensorBoardReporter or CSVReporter of "
+_BATCH = "Use effective_batch (samples per optimizer step)"
+_FITS = "Leave it out: effective_batch and the memory decide it (micro_batch sets what is computed at once)"
+_DATA = "Use data, the second argument (tensors, a dataset or a DataLoader)"
+_SAVING = "Use memory_saving='checkpoint' (left out, it is used where nothing fits otherwise)"
+_OFFLOAD = "Use memory_saving='offload' (left out, an accelerator uses it where nothing fits otherwise)"
+_LOG = "Use callbacks=[...] with a WandbReporter, MLflowReporter, TensorBoardReporter or CSVReporter of "
 _LOG += "autoaccum.reporting, or any function (record); run_dir keeps all records, for `autoaccum report`"
-_STOP = "Pass callbacks=[autoaccum.callbacks.EarlyStopping(patience=3)] beside validation_data"
-_BEST = "Pass validation_data and run_dir: the best is kept, by its loss or by what callbacks=["
-_BEST += "autoaccum.callbacks.KeepBest('accuracy', 'max')] names, and autoaccum.load_best(run_dir, model) reads it"
-_OPTIMIZER = "Pass optimizer, such as lambda params: torch.optim.AdamW(params, weight_decay=0.1)"
-_SCHEDULER = "Pass lr_scheduler, (optimizer, num_steps) -> scheduler"
-_VALIDATING = "Pass validate_every, in samples: eval_steps times effective_batch; or leave it out, for each epoch's "
-_VALIDATING += "end is the default"
-_WATCHING = "Pass callbacks=[autoaccum.callbacks.EarlyStopping(metric='accuracy', mode='max')], or "
-_WATCHING += "autoaccum.callbacks.KeepBest('accuracy', 'max'), beside validation_data and metrics"
-_LESS = "Pass steps, or samples, for a shorter run; or torch.utils.data.Subset(dataset, range(1000)) as data"
-_TIME = "Pass callbacks=[function], (record) -> None, that raises autoaccum.StopTraining once the time is over"
-_DTYPE = "Pass precision='bf16' or 'fp16'; the model's weights stay of the type that they are of, model.double() say"
-_EVALUATING = "Leave it out: what fits at once is found out for validations too, and max_micro_batch bounds it"
+_STOP = "Use callbacks=[autoaccum.callbacks.EarlyStopping(patience=3)] with validation_data"
+_BEST = "Use validation_data and run_dir (the best is kept, by its loss or by callbacks=["
+_BEST += "autoaccum.callbacks.KeepBest('accuracy', 'max')]); autoaccum.load_best(run_dir, model) reads it"
+_OPTIMIZER = "Use optimizer=lambda params: torch.optim.AdamW(params, weight_decay=0.1)"
+_SCHEDULER = "Use lr_scheduler (a function (optimizer, num_steps) -> scheduler)"
+_VALIDATING = (
+    "Use validate_every (samples: eval_steps times effective_batch); or leave it out to validate after each epoch"
+)
+_WATCHING = "Use callbacks=[autoaccum.callbacks.EarlyStopping(metric='accuracy', mode='max')], or "
+_WATCHING += "autoaccum.callbacks.KeepBest('accuracy', 'max'), with validation_data and metrics"
+_LESS = "Use steps or samples for a shorter run; or torch.utils.data.Subset(dataset, range(1000)) as data"
+_TIME = "Use callbacks=[function] ((record) -> None, which raises autoaccum.StopTraining once the time is over)"
+_DTYPE = "Use precision='bf16' or 'fp16' (weights keep their type; model.double() changes it)"
+_EVALUATING = "Leave it out: validation finds what fits too (max_micro_batch bounds it)"
 
 # By what people mean and not by how they spell it: see ``_plain``.
 ELSEWHERE = {
@@ -44,82 +45,75 @@ ELSEWHERE = {
     "perdeviceevalbatchsize pergpuevalbatchsize evalbatchsize valbatchsize": _EVALUATING,
     "gradientaccumulationsteps accumulategradbatches accumulationsteps numaccumulationsteps gradaccum": _FITS,
     "accumsteps autofindbatchsize autoscalebatchsize devicetrainmicrobatchsize trainmicrobatchsizepergpu": _FITS,
-    "maxepochs numtrainepochs numepochs nepochs nbepochs maxduration": "Pass epochs",
-    "maxsteps numsteps totalsteps nsteps maxiters iterations numiterations": "Pass steps, of the optimizer",
-    "learningrate baselr": "Pass lr",
+    "maxepochs numtrainepochs numepochs nepochs nbepochs maxduration": "Use epochs (passes over the data)",
+    "maxsteps numsteps totalsteps nsteps maxiters iterations numiterations": "Use steps (optimizer steps)",
+    "learningrate baselr": "Use lr",
     "scheduler lrscheduler lrschedulertype schedulers warmup warmupsteps warmupratio": _SCHEDULER,
-    "optim optimizers configureoptimizers": "Pass optimizer, (parameters) -> optimizer, or one that is made",
+    "optim optimizers configureoptimizers": "Use optimizer (a function (parameters) -> optimizer, or an optimizer)",
     "weightdecay momentum betas adambeta1 adambeta2 adamepsilon": _OPTIMIZER,
-    "criterion loss lossfn lossfunction computeloss": "Pass loss_fn(outputs, targets), or training_step(model, batch)",
-    "labelsmoothing labelsmoothingfactor": "Pass loss_fn=torch.nn.CrossEntropyLoss(label_smoothing=0.1)",
-    "computemetrics metric evalmetrics": "Pass metrics, by their names, and validation_data",
+    "criterion loss lossfn lossfunction computeloss": "Use loss_fn(outputs, targets), or training_step(model, batch)",
+    "labelsmoothing labelsmoothingfactor": "Use loss_fn=torch.nn.CrossEntropyLoss(label_smoothing=0.1)",
+    "computemetrics metric evalmetrics": "Use metrics (a dict of functions by name) with validation_data",
     "logger loggers reportto wandb mlflow tensorboard csvlogger": _LOG,
-    "callback": "Pass callbacks, a list",
+    "callback": "Use callbacks (a list)",
     "earlystopping earlystoppingpatience": _STOP,
     "monitor greaterisbetter": _WATCHING,
-    "ema emadecay useema modelema": "Pass callbacks=[autoaccum.callbacks.EMA(decay=0.999)]",
-    "reducelronplateau": "Pass callbacks=[autoaccum.callbacks.ReduceOnPlateau()] beside validation_data",
+    "ema emadecay useema modelema": "Use callbacks=[autoaccum.callbacks.EMA(decay=0.999)]",
+    "reducelronplateau": "Use callbacks=[autoaccum.callbacks.ReduceOnPlateau()] with validation_data",
     "savebest savebestonly loadbestmodelatend metricforbestmodel": _BEST,
     "traindataset traindataloader traindataloaders trainloader dataloader dataset trainset": _DATA,
     "limittrainbatches overfitbatches maxtrainsamples": _LESS,
     "maxtime timelimit": _TIME,
-    "droplastbatch dropremainder dataloaderdroplast": "Pass drop_last=True",
-    "evaldataset valdata valdataset valdataloader valdataloaders valloader testdata": "Pass validation_data",
+    "droplastbatch dropremainder dataloaderdroplast": "Use drop_last=True",
+    "evaldataset valdata valdataset valdataloader valdataloaders valloader testdata": "Use validation_data",
     "evalsteps evalstrategy evaluationstrategy checkvaleverynepoch valcheckinterval": _VALIDATING,
-    "maxgradnorm gradientclipval gradclip gradclipnorm clipgradnorm": "Pass clip_norm",
-    "fp16 bf16 amp mixedprecision useamp": "Pass precision='bf16' or 'fp16'",
+    "maxgradnorm gradientclipval gradclip gradclipnorm clipgradnorm": "Use clip_norm",
+    "fp16 bf16 amp mixedprecision useamp": "Use precision='bf16' or 'fp16'",
     "dtype torchdtype": _DTYPE,
-    "outputdir defaultrootdir savedir checkpointdir logdir": "Pass run_dir, where checkpoints and records go",
-    "savesteps saveevery savestrategy": "Pass checkpoint_every",
-    "savetotallimit savetopk keeplast": "Pass keep_checkpoints",
-    "resumefromcheckpoint ckptpath loadpath": "Pass resume=True with the run's run_dir",
-    "datacollator collate": "Pass collate_fn",
-    "tokenizer processingclass": "Pass collate_fn, (samples) -> batch, which calls it, or tokenize before training",
+    "outputdir defaultrootdir savedir checkpointdir logdir": "Use run_dir (directory for checkpoints and records)",
+    "savesteps saveevery savestrategy": "Use checkpoint_every",
+    "savetotallimit savetopk keeplast": "Use keep_checkpoints",
+    "resumefromcheckpoint ckptpath loadpath": "Use resume=True with the run's run_dir",
+    "datacollator collate": "Use collate_fn",
+    "tokenizer processingclass": "Use collate_fn (a function (samples) -> batch that tokenizes), or tokenize before",
     "groupbylength": "Leave it out: with a collate_fn each window is sorted by length",
-    "modelinit": "Pass the model first: model=model_init()",
-    "dataloadernumworkers workers": "Pass num_workers",
-    "maxmemory memory memoryfraction gpumemory": "Pass memory_limit, as '8GiB' or 0.5",
-    "validationsplit valsplit testsize": "Split the data, by torch.utils.data.random_split; pass validation_data",
-    "strategy distributed ddp numnodes worldsize": "Start it by torchrun: its processes train together",
-    "accelerator devices usecpu": "Pass device; ranks are started by torchrun",
+    "modelinit": "Use model=model_init()",
+    "dataloadernumworkers workers": "Use num_workers",
+    "maxmemory memory memoryfraction gpumemory": "Use memory_limit ('8GiB', or a share such as 0.5)",
+    "validationsplit valsplit testsize": "Use torch.utils.data.random_split, and pass validation_data",
+    "strategy distributed ddp numnodes worldsize": "Start it with torchrun: its processes train together",
+    "accelerator devices usecpu": "Use device (torchrun starts several ranks)",
     "gradientcheckpointing activationcheckpointing usegradientcheckpointing": _SAVING,
     "offload cpuoffload offloadactivations activationoffload activationoffloading saveoncpu": _OFFLOAD,
     "offloadoptimizer optimizeroffload offloadoptimizerdevice offloadparam": _OFFLOAD,
-    "ntrials trials": "Pass num_trials to autoaccum.sweep, --trials on the command line",
-    "deterministic": "Call torch.use_deterministic_algorithms(True) before; seed sets what is drawn",
-    "loggingsteps logeverynsteps logsteps logevery": "Leave it out: every window is recorded, and told to callbacks",
-    "verbose enableprogressbar disabletqdm": "Pass progress=True or False",
+    "ntrials trials": "Call autoaccum.sweep(recipe, num_trials=20), or autoaccum sweep --trials 20",
+    "deterministic": "Use torch.use_deterministic_algorithms(True) before the call; seed sets what is drawn",
+    "loggingsteps logeverynsteps logsteps logevery": "Leave it out: callbacks get every window's record",
+    "verbose enableprogressbar disabletqdm": "Use progress=True or progress=False",
 }
 """What is called otherwise elsewhere, without its punctuation, and what to do here."""
 
 _IN_A_LOOP = {
-    "effective_batch": "It is the batch that step(batch) is given: let the loader yield all samples of a step.",
-    "lr_scheduler": "Step it yourself, by scheduler.step() after accumulator.step(batch).",
+    "effective_batch": "Use DataLoader(data, batch_size={}): step(batch) takes all samples of one optimizer step.",
+    "lr_scheduler": "Call scheduler.step() after accumulator.step(batch).",
 }
 """What a loop of the user's own does for arguments that an Accumulator does not have."""
 
 _OF_A_CALLBACK = {
-    "monitor": "Pass metric, 'loss' or the name of one of the run's metrics",
-    "metricforbestmodel": "Pass metric, 'loss' or the name of one of the run's metrics",
-    "greaterisbetter": "Pass mode='max' where higher is better, 'min' where lower is",
-    "threshold earlystoppingthreshold": "Pass min_delta",
-    "earlystoppingpatience": "Pass patience, in validations",
+    "monitor": "Use metric ('loss', or the name of one of the run's metrics)",
+    "metricforbestmodel": "Use metric ('loss', or the name of one of the run's metrics)",
+    "greaterisbetter": "Use mode='max' where higher is better, mode='min' where lower is",
+    "threshold earlystoppingthreshold": "Use min_delta",
+    "earlystoppingpatience": "Use patience (validations)",
 }
 """What a callback's arguments are called elsewhere."""
 
 _MISSING = {
-    "effective_batch": f"{_BATCH}.",
-    "data": f"{_DATA}.",
-    "mode": "Pass 'max' where higher is better, 'min' where lower is; by the lowest loss the best is kept without it.",
+    "effective_batch": "Pass effective_batch=64, say: samples per optimizer step.",
+    "data": "Pass tensors, a dataset or a DataLoader as the second argument.",
+    "mode": "Pass mode='max' where higher is better, mode='min' where lower is. The lowest loss needs no KeepBest.",
 }
 """What to pass where an argument that has no default is left out."""
-
-
-class _LeftOut:
-    """What stands for an argument that was not passed."""
-
-    def __repr__(self) -> str:
-        return "(left out)"
 
 
 _PASSES = ("evaluate", "predict")
@@ -166,24 +160,24 @@ def answering(name: str) -> Callable[[F], F]:
             for argument in kwargs:
                 # Before Python itself says that effective_batch is missing, which would hide the better answer.
                 if argument not in signature.parameters:
-                    cure = _cure(argument, name, list(signature.parameters))
-                    raise ArgumentTypeError(argument, kwargs[argument], f"an argument that {name} has", cure)
+                    cure = _cure(argument, name, list(signature.parameters)).replace("{}", shown(kwargs[argument]))
+                    raise unknown_argument(name, argument, kwargs[argument], cure)
             # As elsewhere one writes fit(model, inputs, targets).
             if len(args) > len(positional):
                 takes_data = "data" in positional
                 named = [f"{each}=..." for each in signature.parameters if each not in ("self", *positional)]
                 cure = f"Pass it by its name: {', '.join(named[:3])}{' and so on' if named[3:] else ''}."
                 if takes_data:
-                    cure = "Name it; inputs and targets are one argument, data=(inputs, targets)."
+                    cure = f"Pass inputs and targets as one argument: {name}(model, data=(inputs, targets), ...)."
                 own = [each for each in positional if each != "self"]
                 given, place = kind_of(args[len(positional)]), len(own) + 1
-                accepted = f"no more than {' and '.join(own)} without a name"
-                raise ArgumentTypeError(f"argument {place} of {name}", given, accepted, cure)
+                fact = f"{name}() takes {' and '.join(own)} without a name, and argument {place} is {given}."
+                raise ArgumentTypeError(f"argument {place}", given, "its name", cure, fact=fact)
             for argument, parameter in signature.parameters.items():
                 is_there = argument in kwargs or argument in positional[: len(args)]
                 if parameter.default is inspect.Parameter.empty and not is_there:
-                    cure = _MISSING.get(argument, "")
-                    raise ArgumentTypeError(argument, _LeftOut(), "a value, for it has no default", cure)
+                    fact = f"{name}() needs {argument}, which has no default."
+                    raise ArgumentTypeError(argument, None, "a value", _MISSING.get(argument, ""), fact=fact)
             model = kwargs["model"] if "model" in kwargs else next((arg for arg in args if _answer_to(arg)), None)
             # With a step of the caller's own a LightningModule is a module like any other.
             is_alone = has_loss and kwargs.get("training_step") is None and kwargs.get("loss_fn") is None
@@ -211,16 +205,21 @@ def of_one_batch(method: F) -> F:
             return method(self, given[0])
         if not given and named.keys() == {"batch"}:
             return method(self, named["batch"])
-        cure = "Inputs and targets are one batch, a tuple, as a DataLoader yields them: {name}((inputs, targets))."
+        cure = f"Pass inputs and targets as a tuple: {name}((inputs, targets))."
         if named:
-            cure = "What a model takes by name is one batch, a dict: {name}({{'input_ids': ..., 'labels': ...}})."
+            cure = f"Pass what the model takes by name as a dict: {name}({{'input_ids': ..., 'labels': ...}})."
         elif not given:
-            cure = "It is called with all samples of a step; after backward(batch) it is optimizer.step() that steps."
+            cure = "Pass all samples of a step; after backward(batch) call optimizer.step()."
         found = ", ".join([type(value).__name__ for value in given] + [f"{key}=..." for key in named]) or "nothing"
-        accepted = "the batch, and nothing else"
-        raise ArgumentTypeError(f"arguments of {name}", found, accepted, cure.format(name=name))
+        raise ArgumentTypeError("batch", found, "one batch", cure, fact=f"{name}() takes one batch, and got {found}.")
 
     return cast(F, without_own_frames(call))
+
+
+def unknown_argument(name: str, argument: str, value: object, cure: str) -> ArgumentTypeError:
+    """Return the error for an argument that a function does not have."""
+    fact = f"{name}() has no argument {argument!r}."
+    return ArgumentTypeError(argument, value, f"an argument of {name}", cure, fact=fact)
 
 
 def _cure(argument: str, name: str, parameters: list[str]) -> str:
@@ -235,18 +234,18 @@ def _cure(argument: str, name: str, parameters: list[str]) -> str:
         return cure
     if cure := elsewhere(argument):
         if cure.startswith(_FITS) and "effective_batch" not in parameters:
-            return "Leave it out: how many samples fit at once is found out."
+            return "Leave it out: autoaccum finds how many samples fit at once."
         # An Accumulator has no effective batch, say: whoever passed it next would be told so.
-        meant = re.match(r"Pass (\w+)[,.;=(]", cure)
+        meant = meant_in(cure)
         # Arithmetic, which finds out nothing.
         if name == "plan":
-            return "Pass effective_batch, the samples of a step, and max_micro_batch, those that fit at once."
+            return "Use effective_batch (samples per step) and max_micro_batch (samples that fit at once)."
         # What fits is found out there as in training, and is bounded likewise.
-        if name in _PASSES and meant is not None and meant[1] == "effective_batch":
-            return "What fits at once is found out; max_micro_batch bounds it."
-        if meant is None or meant[1] in parameters:
+        if name in _PASSES and meant == "effective_batch":
+            return f"Leave it out: {name}() finds what fits (max_micro_batch bounds it)."
+        if not meant or meant in parameters:
             return cure
-        return in_a_loop.get(meant[1]) or f"autoaccum.fit has {meant[1]} for it, and {name} has nothing like it."
+        return in_a_loop.get(meant) or f"Leave it out (fit() has {meant} for it)."
     return in_a_loop.get(argument) or meant_by(argument, parameters)
 
 
@@ -256,6 +255,16 @@ def meant_by(argument: str, parameters: Iterable[str]) -> str:
     spelt = {_plain(parameter): parameter for parameter in parameters}
     near = difflib.get_close_matches(_plain(argument), spelt, 1, cutoff=0.7)
     return f"Did you mean {spelt[near[0]]}?" if near else ""
+
+
+def meant_in(cure: str) -> str:
+    """Return the argument that a cure of ``elsewhere`` names; empty where it names none.
+
+    >>> meant_in("Use effective_batch (samples per optimizer step)."), meant_in("Use torch.compile.")
+    ('effective_batch', '')
+    """
+    found = re.match(r"Use (\w+)\b(?!\.\w)", cure)
+    return found[1] if found else ""
 
 
 def elsewhere(name: str) -> str:

@@ -156,7 +156,7 @@ class Trainer:
         self.schedule = checked[schedule_of]
         self._hooks = Hooks(checked[_checks.of_callbacks], arguments)
         self._validations = best.Validations(judge=self._hooks.judge())
-        _checks.of_smallest_window(arguments.min_micro_batch, self.schedule.smallest)
+        setup.refuse_sizes(arguments, self.schedule)
         budget = checked[Budget]
         self.model = arguments.model
         trainable_parameters(self.model, arguments.modules(), arguments.optimizer)  # raises where there are none

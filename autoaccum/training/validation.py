@@ -392,7 +392,8 @@ class Validator:
         try:
             return self._computed_of(batch, micro_batch, size)
         except Exception as error:
-            tell_micro_batch(error, lambda: batches.flatten(batch)[0], size, " that are evaluated")
+            running = f"was running {size} sample{'s' * (size > 1)} that are evaluated"
+            tell_micro_batch(error, lambda: batches.flatten(batch)[0], running)
             raise
 
     def _computed_of(self, batch: Any, micro_batch: Callable[[], Any], size: int) -> tuple[Loss, Sums, Outputs]:

@@ -6,19 +6,36 @@ from collections.abc import Callable, Iterable
 from contextlib import suppress
 
 import torch
+from torch.utils.data import default_collate
 
 from autoaccum.errors import AutoaccumError
 from autoaccum.memory.oom import is_out_of_memory, is_raised_by_hand
 
-_RAISED_FOR = "It was raised for a micro-batch of"
+_RUNNING = ("autoaccum was running ", "autoaccum had split ")
 _SHOWN = 6
 """Name the shapes of so many tensors of a micro-batch at most."""
 
 
-def tell_micro_batch(error: Exception, leaves: Callable[[], Iterable[object]], size: int, of: str) -> None:
-    """Note on an error of an operation the micro-batch that it was raised for, and ``of`` what that is a part.
+def of_window(start: int, size: int, num_samples: int) -> str:
+    """Return what was running, for ``tell_micro_batch``: a micro-batch of a window of so many samples."""
+    if size == num_samples:
+        return f"was running all {size} samples of the step" if size > 1 else "was running the step's one sample"
+    which = f"sample {start}" if size == 1 else f"samples {start} to {start + size - 1}"
+    return f"had split the step's {num_samples} samples and was running a micro-batch of {size} ({which})"
 
-    Its size nobody has chosen. What a ``raise`` of the user's says is whole as it is.
+
+def tell_micro_batch(
+    error: Exception, leaves: Callable[[], Iterable[object]], running: str, *, collate_fn: object = None
+) -> None:
+    """Note on an error of an operation what autoaccum was running, for the size is its own choice.
+
+    What a ``raise`` of the user's says is whole as it is.
+
+    Args:
+        error: that was raised.
+        leaves: () -> what the micro-batch consists of.
+        running: what was running.
+        collate_fn: what made the micro-batch of samples, where anything did.
     """
     if isinstance(error, AutoaccumError) or is_out_of_memory(error) or is_raised_by_hand(error):
         return
@@ -26,8 +43,9 @@ def tell_micro_batch(error: Exception, leaves: Callable[[], Iterable[object]], s
     with suppress(Exception):
         shapes = [_described(leaf) for leaf in leaves() if isinstance(leaf, torch.Tensor)]
         shown = ", ".join([*shapes[:_SHOWN], *[f"and {len(shapes) - _SHOWN} more"] * (len(shapes) > _SHOWN)])
-        told = f"{_RAISED_FOR} {size} sample{'s' * (size > 1)}{of}"
-        told += f", of tensors {shown}." if shown else "."
+        told = f"autoaccum {running}{', of shapes ' * bool(shown)}{shown}."
+        if running.startswith("had split") and collate_fn in (None, default_collate):  # another one may pad
+            told += " The full batch differs in the number of samples only."
         if told not in getattr(error, "__notes__", ()):
             error.add_note(told)
 
@@ -50,4 +68,4 @@ def _described(tensor: torch.Tensor) -> str:
 def is_told(error: BaseException) -> bool:
     """Return whether it was noted on an error which micro-batch it was raised for: then the user's code has failed."""
     notes = getattr(error, "__notes__", None) or ()
-    return any(isinstance(note, str) and note.startswith(_RAISED_FOR) for note in notes)
+    return any(isinstance(note, str) and note.startswith(_RUNNING) for note in notes)

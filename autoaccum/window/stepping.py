@@ -348,8 +348,8 @@ def _counts(optimizer: torch.optim.Optimizer) -> bool:
 
 
 _TWICE = (
-    "was called after accumulator.step(batch), which has taken that step. Leave optimizer.step() and zero_grad() out "
-    "of the loop; or call accumulator.backward(batch), which leaves the gradient for a step of your own."
+    "has nothing to do: accumulator.step(batch) has taken this step. Delete optimizer.step() and optimizer.zero_grad() "
+    "from the loop; or call accumulator.backward(batch), which leaves the gradient for optimizer.step()."
 )
 
 

@@ -43,7 +43,7 @@ from autoaccum.window.gradient import Gradient, Gradients, Repeat, Signs, count_
 from autoaccum.window.job import Forward, Job, is_slow_to_read
 from autoaccum.window.outputs import Outputs
 from autoaccum.window.precision import fresh_scaler
-from autoaccum.window.raised import tell_micro_batch
+from autoaccum.window.raised import of_window, tell_micro_batch
 from autoaccum.window.several import Several
 from autoaccum.window.single_samples import may_need_another, of_one
 from autoaccum.window.snapshot import Snapshot
@@ -205,8 +205,8 @@ class Transaction:
         try:
             self._compute(batch, piece)
         except Exception as error:
-            of = "" if piece.size == self._num_samples else f" of a window of {self._num_samples}"
-            tell_micro_batch(error, lambda: flatten(batch)[0], piece.size, of)
+            running = of_window(piece.start, piece.size, self._num_samples)
+            tell_micro_batch(error, lambda: flatten(batch)[0], running, collate_fn=self._job.collate_fn)
             if piece.size == 1 and may_need_another(error):
                 of_one(error, self._num_samples)
             raise

@@ -104,7 +104,7 @@ def test_an_unexpected_error_shows_where_it_comes_from_and_exits_with_1(
     assert out == ""
     assert err.count("Traceback (most recent call last):") == 1
     assert [line.split('"')[1] for line in err.splitlines() if line.startswith("  File ")] == [recipe]
-    told = "It was raised for a micro-batch of 8 samples, of tensors (8, 4), (8, 1)."
+    told = "autoaccum was running all 8 samples of the step, of shapes (8, 4), (8, 1)."
     assert f"KeyError: 'missing'\n{told}\n" in err
 
 
@@ -198,34 +198,50 @@ def test_a_recipe_serves_from_its_folder_under_any_working_directory(
 @pytest.mark.parametrize(
     ("option", "told"),
     [
-        ("--batch-size", "Pass --effective-batch, "),
-        ("--max-epochs=3", "Pass --epochs.\n"),
+        ("--batch-size", "Use --effective-batch (samples per optimizer step).\n"),
+        ("--max-epochs=3", "Use --epochs (passes over the data).\n"),
         ("--epoch", "Did you mean --epochs?"),
         (
             "--loss-fn",
-            "Pass loss_fn(outputs, targets), or training_step(model, batch). It is an entry of the dict that",
+            "Use loss_fn(outputs, targets), or training_step(model, batch). The recipe returns it: {'loss_fn': ...}.",
         ),
-        ("--optimizer", "It is an entry of the dict that the recipe returns.\n"),
+        ("--optimizer", "The recipe returns it: {'optimizer': ...}.\n"),
         (
             "--early-stopping",
-            "Pass callbacks=[autoaccum.callbacks.EarlyStopping(patience=3)] beside validation_data. It",
+            "Use callbacks=[autoaccum.callbacks.EarlyStopping(patience=3)] with validation_data. The recipe returns it: {",
         ),
-        ("--trials", "Pass num_trials to autoaccum.sweep, --trials on the command line.\n"),
+        ("--trials", "Call autoaccum.sweep(recipe, num_trials=20), or autoaccum sweep --trials 20.\n"),
         (
             "--train-dataset",
-            "Pass the data as the second argument: tensors, a dataset or a DataLoader. It is an entry of the dict",
+            "Use data, the second argument (tensors, a dataset or a DataLoader). The recipe returns it: {'data': ...}.",
         ),
     ],
 )
 def test_what_other_trainers_call_it_is_answered(option: str, told: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["fit", "recipe.py", option, *([] if "=" in option else ["3"])]) == 2
-    assert f"error: Unknown option: {option.split('=')[0]}. {told}" in capsys.readouterr().err
+    assert f"error: autoaccum fit has no option {option.split('=')[0]}. {told}" in capsys.readouterr().err
+
+
+def test_the_option_that_is_named_in_its_place_works(
+    tiny: Callable[..., str], fit_json: Callable[..., dict[str, Any]], capsys: pytest.CaptureFixture[str]
+) -> None:
+    recipe = tiny()
+    assert main(["fit", recipe, "--batch-size", "8"]) == 2
+    assert capsys.readouterr().err == (
+        "error: autoaccum fit has no option --batch-size. Use --effective-batch (samples per optimizer step).\n"
+    )
+    assert fit_json(recipe, "--effective-batch", "8")["history"][0]["effective_batch"] == 8
+    assert main(["check", recipe, "--batch-size", "8"]) == 2
+    assert capsys.readouterr().err == (
+        "error: autoaccum check has no option --batch-size. Leave it out (autoaccum fit has --effective-batch for it).\n"
+    )
+    assert main(["check", recipe]) == 0
 
 
 def test_what_only_training_has_is_no_entry_for_a_check(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["check", "recipe.py", "--max-epochs", "3"]) == 2
     told = capsys.readouterr().err
-    assert told.startswith("error: Unknown option: --max-epochs.")
+    assert told.startswith("error: autoaccum check has no option --max-epochs. Leave it out (autoaccum fit has --epo")
     assert "recipe returns" not in told
 
 
@@ -249,8 +265,8 @@ def test_keys_of_a_recipes_dict_are_named_as_in_python(
 ) -> None:
     assert main(["fit", tiny("'batchsize': 8,"), *QUIET]) == 2
     told = capsys.readouterr().err
-    assert "returned 'batchsize', which fit does not take. Pass effective_batch, the samples" in told
-    assert "--" not in told.split("which fit")[1]
+    assert "returned 'batchsize', but fit() has no argument 'batchsize'. Use effective_batch (samples per" in told
+    assert "--" not in told.split("but fit")[1]
 
 
 # Whoever reads the output.

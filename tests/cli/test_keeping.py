@@ -8,9 +8,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import safetensors.torch
+import torch
 
+import autoaccum
 from autoaccum.cli.app import main
-from autoaccum.cli.keeping import RUNS, Kept
+from autoaccum.cli.keeping import RUNS
 from autoaccum.memory.clock import ManualClock, using
 from tests.cli.conftest import TINY
 from tests.ranks.launching import launch
@@ -35,29 +38,120 @@ def test_a_run_is_kept_by_default_and_gone_on_with_as_it_says(
     recipe = tiny("'effective_batch': 8,")
     assert main(["fit", recipe, *PLAIN, "--epochs", "2"]) == 0
     (place,) = runs()
-    begun, _, _, kept, drawn = capsys.readouterr().err.splitlines()
-    assert begun == f"keeping the run in {place}: --run-dir {place} goes on with it"
-    resume = shlex.join(["autoaccum", "fit", recipe, *PLAIN, "--epochs", "2", "--run-dir", str(place)])
-    assert kept == f"kept in {place}, to go on, raise the budget: {resume}"
-    assert drawn == f"to look at it: autoaccum report {place}"
-    assert main([*shlex.split(resume.replace("--epochs 2", "--epochs 3"))[1:], "--json"]) == 0
-    further = json.loads(capsys.readouterr().out)
-    assert [report["step"] for report in further["history"]] == list(range(1, 10))
+    begun, _, _, kept, more, drawn = capsys.readouterr().err.splitlines()
+    assert begun == f"saving to: {place} (resume: --run-dir {place})"
+    assert kept == f"saved: {place}"
+    resume = shlex.join(["autoaccum", "fit", recipe, *PLAIN, "--epochs", "4", "--run-dir", str(place)])
+    assert more == f"resume: {resume}"
+    assert drawn == f"report: autoaccum report {place}"
+    assert resumed(more, capsys) == (6, list(range(1, 13)))
     assert runs() == [place]
     assert main(shlex.split(drawn.partition(": ")[2])[1:]) == 0
     assert (place / "report.html").exists()
 
 
-def test_a_run_that_its_scheduler_ends_is_not_said_to_go_on(
+def resumed(line: str, capsys: pytest.CaptureFixture[str]) -> tuple[int, list[int]]:
+    """The step from which the command of a line has resumed a run, and all steps that the run has then."""
+    assert main([*shlex.split(line.partition(": ")[2])[1:], "--json"]) == 0
+    run = json.loads(capsys.readouterr().out)
+    (since,) = [event["step"] for event in run["events"] if event["type"] == "Resumed"]
+    return since, [report["step"] for report in run["history"]]
+
+
+@pytest.mark.parametrize(
+    ("budget", "typed", "more", "steps"),
+    [
+        ("", [], ["--epochs", "2"], (3, 6)),
+        ("'steps': 2,", [], ["--steps", "4"], (2, 4)),
+        ("'epochs': 5,", ["--samples=8"], ["--samples", "16"], (1, 2)),
+    ],
+)
+def test_the_command_that_resumes_has_twice_the_budget(
+    budget: str,
+    typed: list[str],
+    more: list[str],
+    steps: tuple[int, int],
+    tiny: Callable[..., str],
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    recipe = tiny(f"'effective_batch': 8, {budget}")
+    assert main(["fit", recipe, *typed, *PLAIN]) == 0
+    (place,) = runs()
+    resume = capsys.readouterr().err.splitlines()[-2]
+    assert resume == f"resume: {shlex.join(['autoaccum', 'fit', recipe, *PLAIN, *more, '--run-dir', str(place)])}"
+    assert resumed(resume, capsys) == (steps[0], list(range(1, steps[1] + 1)))
+
+
+def test_a_recipe_that_begins_again_each_time_is_resumed_all_the_same(
     tiny: Callable[..., str], capsys: pytest.CaptureFixture[str]
 ) -> None:
+    assert main(["fit", tiny("'effective_batch': 8, 'resume': False,"), *PLAIN]) == 0
+    assert resumed(capsys.readouterr().err.splitlines()[-2], capsys) == (3, [1, 2, 3, 4, 5, 6])
+
+
+@pytest.mark.parametrize("validated", ["", "'validation_data': (torch.randn(4, 4), torch.randn(4, 1)),"])
+def test_a_run_that_its_scheduler_ends_is_complete_and_its_weights_load(
+    validated: str, tiny: Callable[..., str], capsys: pytest.CaptureFixture[str]
+) -> None:
     scheduler = "lambda optimizer, steps: torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, steps)"
-    assert main(["fit", tiny(f"'effective_batch': 8, 'lr_scheduler': {scheduler},"), *PLAIN]) == 0
+    assert main(["fit", tiny(f"'effective_batch': 8, 'lr_scheduler': {scheduler}, {validated}"), *PLAIN]) == 0
     (place,) = runs()
-    assert (
-        f"kept in {place}; its lr_scheduler has ended, so that no larger budget goes on from it"
-        in capsys.readouterr().err
+    *_, kept, weights, _, end = capsys.readouterr().err.splitlines()
+    assert kept == f"saved: {place}"
+    file = str(place / "checkpoints" / "step-00000003" / "model.safetensors")
+    load = f"model.load_state_dict(safetensors.torch.load_file({file!r}))"
+    assert weights == f"weights: {f'autoaccum.load_best({str(place)!r}, model)' if validated else load}"
+    assert end == "finished: its lr_scheduler has ended (a longer run begins again, in a new run_dir)"
+    assert main(["fit", tiny(f"'effective_batch': 8, 'lr_scheduler': {scheduler},"), *PLAIN, "--run-dir", "none"]) == 0
+    assert "lr_scheduler" not in capsys.readouterr().err
+    model = torch.nn.Linear(4, 1)
+    eval(weights.partition(": ")[2], {"autoaccum": autoaccum, "safetensors": safetensors, "model": model})
+    assert torch.equal(model.weight, safetensors.torch.load_file(file)["weight"])
+
+
+def test_a_run_that_ctrl_c_has_ended_resumes_as_it_says(
+    tiny: Callable[..., str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    top = (
+        "import signal\ndef stop(record):\n    if getattr(record, 'loss', None) and record.step == 2:\n"
+        "        signal.raise_signal(signal.SIGINT)\n"
     )
+    recipe = tiny("'effective_batch': 8, 'callbacks': [stop],", top=top)
+    assert main(["fit", recipe, *PLAIN]) == 4
+    *_, summary, _, _, kept, resume, _, end = capsys.readouterr().err.splitlines()
+    (place,) = runs()
+    assert summary.startswith("interrupted: 2 steps") or kept == f"saved: {place}"
+    assert resume == f"resume: {shlex.join(['autoaccum', 'fit', recipe, *PLAIN, '--run-dir', str(place)])}"
+    assert end == "interrupted: after step 2"
+    assert resumed(resume, capsys) == (2, [1, 2, 3])
+    assert main(["fit", recipe, *PLAIN, "--run-dir", "none"]) == 130
+    assert capsys.readouterr().err.splitlines()[-1] == "interrupted: after step 2"
+    assert main(["fit", recipe, *PLAIN, "--run-dir", "none", "--json"]) == 130
+    assert json.loads(capsys.readouterr().out)["ended"] == "interrupted"
+
+
+@pytest.mark.filterwarnings("ignore:The loss of window")
+def test_a_run_that_diverged_says_so_last_and_in_its_exit_code(
+    tiny: Callable[..., str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    steep = "'optimizer': lambda params: torch.optim.SGD(params, lr=1e30)"
+    argv = ["fit", tiny(f"'effective_batch': 8, {steep},"), *PLAIN, "--steps", "6"]
+    assert main(argv) == 1
+    (place,) = runs()
+    err = capsys.readouterr().err.splitlines()
+    loss, since = err[-1].split()[4], err[-1].split()[7].rstrip(".")
+    assert loss in ("inf", "nan")
+    assert 1 < int(since) <= 4
+    assert err[-3:] == [
+        f"saved: {place}",
+        f"report: autoaccum report {place}",
+        f"diverged: the loss is {loss} since step {since}. Lower the learning rate, or pass --clip-norm 1.0, in a new run.",
+    ]
+    assert main([*argv, "--json"]) == 1
+    assert json.loads(capsys.readouterr().out)["ended"] == "diverged"
+    gentle = tiny("'effective_batch': 8,")
+    assert main(["fit", gentle, *PLAIN, "--steps", "6", "--clip-norm", "1.0"]) == 0
+    assert main(["fit", gentle, *PLAIN, "--steps", "6", "--lr", "1e-4"]) == 0
 
 
 def test_a_second_run_never_takes_up_the_first(tiny: Callable[..., str], capsys: pytest.CaptureFixture[str]) -> None:
@@ -78,10 +172,13 @@ def test_json_has_the_commands_as_fields_and_standard_error_no_lines(
     out, err = capsys.readouterr()
     run, (place,) = json.loads(out), runs()
     assert run["run_dir"] == str(place)
-    command = ["autoaccum", "fit", recipe, *PLAIN, "--json", "--run-dir", str(place)]
+    command = ["autoaccum", "fit", recipe, *PLAIN, "--json", "--epochs", "2", "--run-dir", str(place)]
     assert run["resume_command"] == shlex.join(command)
     assert run["report_command"] == f"autoaccum report {place}"
-    assert "kept in" not in err
+    assert run["ended"] == "finished"
+    assert "saved:" not in err
+    assert main(shlex.split(run["resume_command"])[1:]) == 0
+    assert len(json.loads(capsys.readouterr().out)["history"]) == 6
 
 
 def test_none_keeps_nothing(tiny: Callable[..., str], capsys: pytest.CaptureFixture[str]) -> None:
@@ -119,7 +216,9 @@ def test_a_run_that_fails_later_is_kept_and_says_so(
     top = "def stop(record):\n    if getattr(record, 'loss', None) and record.step == 2:\n        raise RuntimeError\n"
     assert main(["fit", tiny("'effective_batch': 8, 'callbacks': [stop],", top=top), *PLAIN]) == 1
     (place,) = runs()
-    assert f"kept in {place}, to go on: autoaccum fit " in capsys.readouterr().err
+    err = capsys.readouterr().err
+    assert f"\nsaved: {place}\nresume: autoaccum fit " in err
+    assert f"\nreport: autoaccum report {place}\n" in err
     assert [path.name for path in (place / "checkpoints").glob("step-*")] == ["step-00000001"]
 
 
@@ -139,7 +238,7 @@ def test_a_second_ctrl_c_in_a_validation_says_where_the_run_is_kept(
     (place,) = [place] if is_named else runs()
     err = capsys.readouterr().err
     assert "stopping after this validation; press Ctrl-C again to stop now\n" in err
-    assert f"\nkept in {place}, to go on: autoaccum fit {recipe} " in err
+    assert f"\nsaved: {place}\nresume: autoaccum fit {recipe} " in err
     assert [path.name for path in (place / "checkpoints").glob("step-*")] == ["step-00000001"]
 
 
@@ -180,8 +279,17 @@ def test_ranks_have_the_directory_of_the_first(tmp_path: Path) -> None:
     assert [line.split(",")[1] for line in rows.read_text().splitlines() if "StepReport" in line] == ["1", "2", "3"]
 
 
-def test_of_a_run_that_a_callback_has_ended_the_last_line_says_so() -> None:
-    kept = Kept(path="runs/a", resume_command="autoaccum fit a.py", report_command="autoaccum report runs/a")
-    assert kept.lines()[0] == "kept in runs/a, to go on: autoaccum fit a.py"
-    kept.is_stopped = True
-    assert kept.lines()[0].startswith("kept in runs/a, to go on, let the callback that has stopped it allow more: ")
+def test_a_run_that_a_callback_has_ended_says_so(tiny: Callable[..., str], capsys: pytest.CaptureFixture[str]) -> None:
+    top = (
+        "import autoaccum\ndef stop(record):\n    if getattr(record, 'loss', None) and record.step == 2:\n"
+        "        raise autoaccum.StopTraining\n"
+    )
+    assert main(["fit", tiny("'effective_batch': 8, 'callbacks': [stop],", top=top), *PLAIN]) == 0
+    (place,) = runs()
+    file = str(place / "checkpoints" / "step-00000002" / "model.safetensors")
+    assert capsys.readouterr().err.splitlines()[-4:] == [
+        f"saved: {place}",
+        f"weights: model.load_state_dict(safetensors.torch.load_file({file!r}))",
+        f"report: autoaccum report {place}",
+        "stopped: by a callback, which has to allow more steps before the run can resume",
+    ]

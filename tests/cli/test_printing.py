@@ -22,7 +22,7 @@ def test_json_of_fit_is_one_document_with_everything_in_it(
     out, err = capsys.readouterr()
     run = json.loads(out)
     places = {"run_dir", "resume_command", "report_command"}
-    assert run.keys() == {"num_steps", "num_samples", "plan", "history", "events", *places}
+    assert run.keys() == {"ended", "num_steps", "num_samples", "plan", "history", "events", *places}
     assert (run["num_steps"], run["num_samples"]) == (3, 24)
     assert run["plan"] == {
         "effective_batch": 10, "world_size": 1, "accumulation_steps": 2, "sizes": [5, 5], "ranks": [[5, 5]],
@@ -50,10 +50,13 @@ def test_json_has_what_is_beside_the_loss(tiny: Callable[..., str], fit_json: Ca
 
 @pytest.mark.filterwarnings("ignore:The loss of window 2 is")
 def test_json_has_null_for_a_loss_that_is_no_number(
-    tiny: Callable[..., str], fit_json: Callable[..., dict[str, Any]]
+    tiny: Callable[..., str], capsys: pytest.CaptureFixture[str]
 ) -> None:
     recipe = tiny("'effective_batch': 8, 'optimizer': lambda ps: torch.optim.SGD(ps, lr=float('inf')),")
-    assert [report["loss"] is None for report in fit_json(recipe)["history"]] == [False, True, True]
+    assert main(["fit", recipe, *QUIET, "--json"]) == 1
+    run = json.loads(capsys.readouterr().out)
+    assert [report["loss"] is None for report in run["history"]] == [False, True, True]
+    assert run["ended"] == "diverged"
 
 
 def test_without_json_fit_prints_on_standard_error_only(

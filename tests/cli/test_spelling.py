@@ -93,3 +93,29 @@ def test_an_argument_without_a_value_is_an_option_where_it_is_surely_one() -> No
     text = as_options(f"{kept}. Choose another study_name, or pass state. recipe_arguments['state']=3")
     offered.reset(token)
     assert text == f"{kept}. Choose another --study-name, or pass --state. --set state=3"
+
+
+def test_a_device_that_is_not_there_is_left_out(
+    tiny: Callable[..., str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("torch.accelerator.current_accelerator", lambda check_available=False: None)
+    argv = ["fit", tiny("'effective_batch': 8,"), "--run-dir", "none", "--no-progress"]
+    assert main([*argv, "--device", "cuda"]) == 2
+    assert capsys.readouterr().err == (
+        "error: --device cuda is not available: this PyTorch build is CPU-only. Leave --device out to train on the "
+        "CPU, or install a build for CUDA (https://pytorch.org/get-started).\n"
+    )
+    assert main(argv) == 0
+
+
+def test_a_number_of_gib_has_its_unit(tiny: Callable[..., str], capsys: pytest.CaptureFixture[str]) -> None:
+    recipe = tiny("'effective_batch': 8,")
+    assert main(["estimate", recipe, "--device-memory", "24"]) == 2
+    assert capsys.readouterr().err == "error: --device-memory 24 is 24 bytes. Pass --device-memory 24GiB.\n"
+    assert main(["estimate", recipe, "--device-memory", "24GiB"]) == 0
+    argv = ["fit", recipe, "--run-dir", "none", "--no-progress", "--device", "cpu", "--memory-limit"]
+    assert main([*argv, "24"]) == 2
+    assert capsys.readouterr().err == (
+        "error: --memory-limit 24 is 24 bytes. Pass --memory-limit 24GiB, or a share such as --memory-limit 0.5.\n"
+    )
+    assert [main([*argv, limit]) for limit in ("24GiB", "0.5")] == [0, 0]

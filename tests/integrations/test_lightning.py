@@ -323,7 +323,7 @@ class TestArguments:
             ({"effective_batch": 0}, "at least 1"),
             ({"effective_batch": "auto"}, "int"),
             ({"micro": 4}, "micro_batch"),
-            ({"efective_batch": 3}, "has: effective_batch, .* Did you mean effective_batch"),
+            ({"efective_batch": 3}, r"^AutoAccum\(\) has no argument 'efective_batch'\. Did you mean effective_batch"),
         ],
     )
     def test_wrong_ones_are_refused_with_a_cure(self, options: Any, cure: str) -> None:

@@ -44,7 +44,7 @@ def check_gradients(
         mlp(dtype),
         data,
         effective_batch=effective_batch,
-        micro_batch=micro_batch,
+        micro_batch=min(micro_batch, effective_batch),
         loss_fn=cross_entropy,
         optimizer=Recorder,
         shuffle=False,

@@ -553,7 +553,7 @@ class TestMovingLimit:
             num_samples = data.draw(st.integers(5, 30), "num_samples")
             effective_batch = data.draw(st.integers(2, min(16, num_samples)), "effective_batch")
             epochs = data.draw(st.integers(1, 2), "epochs")
-            micro_batch = data.draw(st.sampled_from(["auto", 5, 16]), "micro_batch")
+            micro_batch = data.draw(st.sampled_from(["auto", min(5, effective_batch), effective_batch]), "micro_batch")
             least = least_limit(kind, num_samples, effective_batch)
             limits = st.integers(0, 16).map(lambda samples: least + samples * 1024 + 256)  # a few scalars are kept
             limit = data.draw(limits, "limit")

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 
+from autoaccum._units import shown
 from autoaccum.errors import UnknownDeviceError
 from autoaccum.memory.devices import find_device
 
@@ -37,17 +38,25 @@ class TestWithoutAccelerator:
         """Always without an index, so that it compares equal to that of a tensor."""
         assert find_device(device) == torch.device("cpu") == torch.zeros(1).device
 
-    @pytest.mark.parametrize("device", ["cuda", "cuda:0", "mps", "meta", "tpu", "", "cuda:-1", torch.device("xpu", 1)])
+    @pytest.mark.parametrize("device", ["cuda", "cuda:0", "mps", torch.device("xpu", 1)])
     def test_no_other(self, device: Any) -> None:
         with pytest.raises(UnknownDeviceError) as caught:
             find_device(device)
-        assert str(caught.value).startswith(f"device={device!r}: expected one of cpu. Leave device out")
-        assert caught.value.value == device
+        install = ", or install a build for CUDA (https://pytorch.org/get-started)" if "cuda" in str(device) else ""
+        assert str(caught.value) == (
+            f"device={device!r} is not available: this PyTorch build is CPU-only. Leave device out to train on the CPU"
+            f"{install}."
+        )
+        assert (caught.value.value, caught.value.accepted) == (device, "one of cpu")
 
-    @pytest.mark.parametrize("device", [1.5, [], object])
-    def test_other_types(self, device: Any) -> None:
-        with pytest.raises(UnknownDeviceError, match="expected one of cpu"):
+    @pytest.mark.parametrize("device", ["gpu", "meta", "tpu", "", "cuda:-1", 1.5, [], object])
+    def test_what_is_no_device(self, device: Any) -> None:
+        with pytest.raises(UnknownDeviceError) as caught:
             find_device(device)
+        assert str(caught.value) == (
+            f"device={shown(device)} is no device to train on. Use device='cpu', or leave device out."
+        )
+        assert find_device("cpu") == find_device(None)
 
 
 class TestWithAccelerators:
@@ -73,7 +82,30 @@ class TestWithAccelerators:
         with pytest.raises(UnknownDeviceError) as caught:
             find_device(device)
         assert caught.value.accepted == "one of cpu, cuda:0, cuda:1, cuda:2"
+        why = "there are cpu, cuda:0, cuda:1, cuda:2" if device == "cuda:3" else "this PyTorch build is for CUDA"
+        assert str(caught.value) == (f"device={device!r} is not available: {why}. Leave device out to train on cuda.")
         assert machine.current == 2
+
+    def test_a_typing_mistake(self, machine: Machine) -> None:
+        with pytest.raises(UnknownDeviceError) as caught:
+            find_device("gpu")
+        assert str(caught.value) == "device='gpu' is no device to train on. Use device='cuda', or leave device out."
+        assert find_device("cuda") == torch.device("cuda", 2)
+
+
+def test_a_build_for_cuda_without_a_gpu_that_works(monkeypatch: pytest.MonkeyPatch) -> None:
+    Machine(monkeypatch, None)
+    built = torch.device("cuda")
+    monkeypatch.setattr(
+        torch.accelerator, "current_accelerator", lambda check_available=False: None if check_available else built
+    )
+    with pytest.raises(UnknownDeviceError) as caught:
+        find_device("cuda")
+    assert str(caught.value) == (
+        "device='cuda' is not available: this PyTorch build is for CUDA, but no CUDA device works here. Leave "
+        "device out to train on the CPU, or run nvidia-smi to see whether the driver finds a GPU."
+    )
+    assert find_device(None) == torch.device("cpu")
 
 
 @pytest.mark.gpu

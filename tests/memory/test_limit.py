@@ -20,8 +20,8 @@ class TestMemoryLimit:
         ("value", "expected"),
         [
             (None, 8 * GIB),
-            (1, 1),
-            ("1", 1),
+            (512, 512),
+            ("512", 512),
             (GIB, GIB),
             ("1GiB", GIB),
             ("1.5 GiB", 3 * GIB // 2),
@@ -42,6 +42,16 @@ class TestMemoryLimit:
         with pytest.raises(ArgumentError, match="memory_limit=.*: expected bytes as an int, a text") as caught:
             memory_limit_bytes(value, 8 * GIB)
         assert not isinstance(caught.value, TypeError)
+
+    @pytest.mark.parametrize("value", [24, "24", "24 B"])
+    def test_a_number_of_gib_is_no_number_of_bytes(self, value: Any) -> None:
+        with pytest.raises(ArgumentError) as caught:
+            memory_limit_bytes(value, 80 * GIB)
+        assert str(caught.value) == (
+            "memory_limit=24 is 24 bytes. Pass memory_limit='24GiB', or a share such as memory_limit=0.5."
+        )
+        assert memory_limit_bytes("24GiB", 80 * GIB) == 24 * GIB
+        assert memory_limit_bytes(0.5, 80 * GIB) == 40 * GIB
 
     @pytest.mark.parametrize("value", [True, [1], 1j])
     def test_refuses_types(self, value: Any) -> None:
@@ -169,13 +179,13 @@ def test_all_that_there_is_need_not_be_told() -> None:
 
 def test_of_nested_limits_the_inner_one_holds_and_the_outer_one_comes_back() -> None:
     memory: Any = Told(1000, can_enforce=True)
-    outer, inner = Limit(memory, 600), Limit(memory, 200)
+    outer, inner = Limit(memory, 600), Limit(memory, 550)
     with outer.kept():
         with outer.kept():
             assert memory.told == [600], "it is told already"
         with inner.kept():
-            assert memory.told == [600, 200]
-        assert memory.told == [600, 200, 600]
+            assert memory.told == [600, 550]
+        assert memory.told == [600, 550, 600]
 
 
 def test_more_than_there_is_may_be_had_once_others_give_it_back() -> None:

@@ -94,7 +94,17 @@ def test_the_command_exits_with_4_when_it_is_interrupted(recipe_file: str, capsy
     assert "0 trials: 0 to the end" in out
     assert "stopping after this step; press Ctrl-C again to stop now\n" in err
     command = shlex.join(["autoaccum", *arguments(recipe_file, "--trials", "2")])
-    assert f"the same command goes on: {command}\n" in err
+    assert f"resume: {command}\n" in err
+
+
+def test_a_micro_batch_above_a_trials_effective_batch_is_lowered_for_it_and_in_its_command(
+    recipe_file: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    argv = ["sweep", recipe_file, "--lr", "1e-3:1e-1", "--effective-batch", "8", "--micro-batch", "16", "--trials", "1"]
+    assert main([*argv, "--no-progress", "--device", "cpu"]) == 0
+    command = capsys.readouterr().err.splitlines()[-1].partition(": autoaccum ")[2]
+    assert "--micro-batch 8" in command
+    assert main([*shlex.split(command), "--run-dir", "none"]) == 0
 
 
 def test_a_ctrl_c_between_trials_ends_the_command_at_once_and_says_where(
@@ -104,9 +114,9 @@ def test_a_ctrl_c_between_trials_ends_the_command_at_once_and_says_where(
         "    generator =", "    calls.append(1)\n    if len(calls) > 2:\n        raise KeyboardInterrupt\n    generator ="
     ))  # fmt: skip
     assert main(arguments(recipe_file, "--trials", "2")) == 4
-    told, kept, _ = capsys.readouterr().err.splitlines()[-3:]
-    assert told == "interrupted: the same command goes on"
-    assert kept.startswith("kept in sweeps/digits, the same command goes on: autoaccum sweep digits.py ")
+    told, kept, resume, _ = capsys.readouterr().err.splitlines()[-4:]
+    assert (told, kept) == ("interrupted: the same command resumes", "saved: sweeps/digits")
+    assert resume == f"resume: {shlex.join(['autoaccum', *arguments(recipe_file, '--trials', '2')])}"
 
 
 @pytest.mark.parametrize("storage", [(), ("--storage", "journal:trials.log")])
@@ -115,15 +125,18 @@ def test_the_command_says_where_the_sweep_is_kept(
 ) -> None:
     given = [*arguments(recipe_file, "--trials", "1"), *storage]
     assert main(given) == 0
-    kept, drawn, _ = capsys.readouterr().err.splitlines()[-3:]
+    kept, resume, drawn, _ = capsys.readouterr().err.splitlines()[-4:]
     also = " and journal:trials.log" if storage else ""
-    command = shlex.join(["autoaccum", *given])
-    assert kept == f"kept in sweeps/digits{also}, to go on, raise --trials: {command}"
-    assert drawn.startswith("to look at it: autoaccum report ")
-    assert main([*shlex.split(drawn)[5:]]) == 0
+    assert kept == f"saved: sweeps/digits{also}"
+    more = shlex.join(["autoaccum", *arguments(recipe_file), *storage, "--trials", "2"])
+    assert resume == f"resume: {more}"
+    assert drawn.startswith("report: autoaccum report ")
+    assert main(shlex.split(drawn)[2:]) == 0
     capsys.readouterr()
-    assert main([*given, "--json"]) == 0
-    assert "kept in" not in capsys.readouterr().err
+    assert main([*shlex.split(resume)[2:], "--json"]) == 0
+    out, err = capsys.readouterr()
+    assert len(json.loads(out)["trials"]) == 2
+    assert "saved:" not in err
 
 
 def test_the_command_exits_with_3_when_nothing_fits(recipe_file: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -168,10 +181,10 @@ def test_the_command_tells_what_is_wrong(recipe_file: str, capsys: pytest.Captur
             "--effective-batch 8:x: expected '32:1024' for a range, '32,64' to choose from, or a number.",
         ),
         (["--lr", "1e-2:1e-3"], "--lr 1e-2:1e-3: expected "),
-        (["--epochs", "1"], "Unknown option: --epochs. The budget of a sweep is --samples, the same for all trials."),
-        (["--steps=9"], "Unknown option: --steps. The budget of a sweep is --samples, "),
-        (["--num-train-epochs", "1"], "Unknown option: --num-train-epochs. The budget of a sweep is --samples, "),
-        (["--batch-size", "1"], "Unknown option: --batch-size. Pass --effective-batch, "),
+        (["--epochs", "1"], "autoaccum sweep has no option --epochs. Use --samples (the budget of each trial)."),
+        (["--steps=9"], "autoaccum sweep has no option --steps. Use --samples "),
+        (["--num-train-epochs", "1"], "autoaccum sweep has no option --num-train-epochs. Use --samples "),
+        (["--batch-size", "1"], "autoaccum sweep has no option --batch-size. Use --effective-batch "),
     ],
 )
 def test_the_command_says_what_to_type(
@@ -235,7 +248,7 @@ def test_the_best_trial_is_trained_once_more_by_the_command_that_is_told(
     found = json.loads(capsys.readouterr().out)
     best = found["trials"][found["best"][0]]
     words = told.format(**best, **best["params"]) if "{" in told else told
-    assert command == f"to train trial {best['number']} once more: autoaccum fit digits.py --no-progress {words}"
+    assert command == f"train trial {best['number']} again: autoaccum fit digits.py --no-progress {words}"
     torch.rand(7)  # whatever was drawn before
     assert main([*shlex.split(command.partition(": ")[2])[1:], "--json", "--run-dir", "none"]) == 0
     events = json.loads(capsys.readouterr().out)["events"]
@@ -249,4 +262,4 @@ def test_no_command_is_told_for_what_none_can_say(recipe_file: str, capsys: pyte
     settings: dict[str, Any] = {"effective_batch": [8, 16], "search_space": space, "num_trials": 1}
     run("digits.py", Path("sweeps/digits"), study_name="digits", **settings)
     assert main(arguments(recipe_file, "--trials", "1")) == 0
-    assert capsys.readouterr().err.splitlines()[-1].startswith("to look at it: ")
+    assert capsys.readouterr().err.splitlines()[-1].startswith("report: ")

@@ -440,8 +440,11 @@ def test_trials_that_a_user_queues_come_first(tmp_path: Path) -> None:
         ({"storage": "study.db"}, "For a SQLite file write 'sqlite:///study.db'"),
         ({"num_trials": 0}, "num_trials=0: expected an int of at least 1"),
         ({"jobs": 0}, "jobs=0: expected an int of at least 1"),
-        ({"run_dir": "runs"}, "run_dir='runs': expected arguments of sweep, or of fit"),
-        ({"n_trials": 1}, "Pass num_trials to autoaccum.sweep, --trials on the command line."),
+        (
+            {"run_dir": "runs"},
+            "sweep() has no argument 'run_dir'. Besides its own arguments it takes fit's: effective_batch, ",
+        ),
+        ({"n_trials": 1}, "sweep() has no argument 'n_trials'. Call autoaccum.sweep(recipe, num_trials=20)"),
         ({"lr": 0.1, "effective_batch": 16}, "lr=0.1: expected something to search for. Pass lr=(1e-4, 1e-1) or effe"),
         ({"effective_batch": None}, "effective_batch=None: expected samples to choose from"),
         ({"search_space": lambda trial: {"width": 3}}, "Write 'def recipe(width): ...' and use it there."),

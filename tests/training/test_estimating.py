@@ -253,7 +253,7 @@ class TestAnswer:
         assert all(p.is_meta for p in model.parameters())
 
     def test_two_samples_at_least_where_batch_norm_needs_them(self) -> None:
-        assert estimate(conv_net(), images(2), device_memory=1).micro_batch == 2
+        assert estimate(conv_net(), images(2), device_memory=600).micro_batch == 2
 
     def test_of_data_as_fit_takes_it(self) -> None:
         class Rows(Dataset[Any]):
@@ -389,6 +389,9 @@ REFUSED: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     "no unit": ({"device_memory": "24 stone"}, errors.ArgumentError, "device_memory='24 stone': expected bytes"),
     "a share": ({"device_memory": 0.5}, errors.ArgumentTypeError, "device_memory=0.5"),
     "nothing": ({"device_memory": 0}, errors.ArgumentError, "device_memory=0"),
+    "a number of GiB": (
+        {"device_memory": 24}, errors.ArgumentError, r"^device_memory=24 is 24 bytes\. Pass device_memory='24GiB'\.$"
+    ),
     "true": ({"device_memory": True}, errors.ArgumentTypeError, "device_memory=True"),
     "no model": ({"model": lambda x: x}, errors.ArgumentTypeError, "torch.nn.Module"),
     "a lazy model": ({"model": nn.LazyLinear(3)}, errors.ArgumentError, "Call it once on a batch"),

@@ -94,9 +94,9 @@ def test_something_that_is_no_function_is_refused(write: Callable[..., str]) -> 
         ("[1]", "returned list, expected a dict"),
         ("{'data': 2}", "no 'model'"),
         ("{'model': 1}", "no 'data'"),
-        ("{'model': 1, 'data': 2, 'clip_nrm': 1.0}", "'clip_nrm', which fit does not take. Did you mean 'clip_norm'?"),
-        ("{'model': 1, 'data': 2, 'learning_rate': 0.1}", "which fit does not take. Pass lr. fit takes model, data, "),
-        ("{'model': 1, 'data': 2, 3: 4}", "returned 3, which fit does not take. fit takes model, data, "),
+        ("{'model': 1, 'data': 2, 'clip_nrm': 1.0}", "fit() has no argument 'clip_nrm'. Did you mean 'clip_norm'?"),
+        ("{'model': 1, 'data': 2, 'learning_rate': 0.1}", "fit() has no argument 'learning_rate'. Use lr."),
+        ("{'model': 1, 'data': 2, 3: 4}", "returned 3, but fit() has no argument 3. It has model, data, "),
     ],
 )
 def test_a_result_that_fit_cannot_take_is_refused(returned: str, said: str, write: Callable[..., str]) -> None:

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import dataclasses
+import math
+import signal
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from torch.nn.functional import cross_entropy
 
 import autoaccum
 from autoaccum.errors import AutoaccumWarning
+from autoaccum.events import StepReport
 from autoaccum.testing import oom_at
 from autoaccum.training.result import FitResult, cut_last
 from tests.models import classes, mlp
@@ -83,7 +87,7 @@ def test_a_notebook_shows_a_few_facts_of_it_and_not_all_that_it_holds() -> None:
     options = {"effective_batch": 8, "loss_fn": cross_entropy, "device": "cpu"}
     result = autoaccum.fit(mlp(), data, micro_batch=3, progress=False, **options)
     loss = f"{result.history[-1].loss:.6g}"
-    shown = f"num_steps=3, num_samples=20, loss={loss}, plan=2 x 3 + 2, model=Sequential"
+    shown = f"ended=finished, num_steps=3, num_samples=20, loss={loss}, plan=2 x 3 + 2, model=Sequential"
     assert repr(result) == f"FitResult({shown})"
     assert f"<th>loss</th><td>{loss}</td>" in result._repr_html_()
     probed = autoaccum.probe(mlp(), data, max_micro_batch=4, memory_limit="8GiB", **options)
@@ -93,3 +97,60 @@ def test_a_notebook_shows_a_few_facts_of_it_and_not_all_that_it_holds() -> None:
     checked = autoaccum.check(mlp(), (data[0][:8], data[1][:8]), loss_fn=cross_entropy, device="cpu")
     assert repr(checked) == "<CheckReport: EXACT: split batches have the gradient of the full batch>"
     assert checked._repr_html_().startswith("<pre>EXACT")
+
+
+def stopping(record: Any) -> None:
+    if isinstance(record, StepReport) and record.step == 2:
+        raise autoaccum.StopTraining
+
+
+def interrupting(record: Any) -> None:
+    if isinstance(record, StepReport) and record.step == 2:
+        signal.raise_signal(signal.SIGINT)
+
+
+@pytest.mark.filterwarnings("ignore:The loss of window")
+@pytest.mark.parametrize(
+    ("options", "ended"),
+    [
+        ({}, "finished"),
+        ({"callbacks": [stopping]}, "stopped"),
+        ({"callbacks": [interrupting]}, "interrupted"),
+        ({"optimizer": lambda params: torch.optim.SGD(params, lr=math.inf)}, "diverged"),
+        (
+            {"optimizer": lambda params: torch.optim.SGD(params, lr=math.inf), "callbacks": [interrupting]},
+            "interrupted",
+        ),
+    ],
+)
+def test_it_says_how_the_run_ended_and_so_does_the_summary(
+    options: dict[str, Any], ended: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for place in ({}, {"run_dir": tmp_path}):
+        result = run(**{"epochs": 4, "progress": True, **options, **place})
+        assert result.ended == ended
+        assert f"FitResult(ended={ended}, " in repr(result)
+        summary = capsys.readouterr().err.splitlines()[-3]
+        assert summary.startswith("done: " if ended == "finished" else ended)
+        assert result.divergence == ("the loss is nan since step 2" if ended == "diverged" else "") or (
+            ended == "interrupted" and "optimizer" in options
+        )
+
+
+def test_a_validation_alone_may_tell_that_it_diverged() -> None:
+    inputs, targets = classes(4)
+    data = torch.full_like(inputs, torch.inf), targets
+    result = run(validation_data=data)
+    assert (result.ended, result.divergence) == ("diverged", "the validation loss is nan")
+
+
+@pytest.mark.filterwarnings("ignore:Nothing in window")
+def test_a_window_in_which_nothing_counts_has_not_diverged(capsys: pytest.CaptureFixture[str]) -> None:
+    inputs, targets = classes(16)
+    targets[8:] = -100
+    result = autoaccum.fit(
+        mlp(), (inputs, targets), effective_batch=8, loss_fn=cross_entropy, device="cpu", shuffle=False, cache=False
+    )
+    assert math.isnan(result.history[-1].loss)
+    assert (result.ended, result.divergence) == ("finished", "")
+    assert capsys.readouterr().err.splitlines()[-3].startswith("done: ")

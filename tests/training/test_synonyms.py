@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import nn
 from torch.nn.functional import cross_entropy
+from torch.utils.data import DataLoader, TensorDataset
 
 import autoaccum
 from autoaccum.callbacks import EMA, EarlyStopping, KeepBest, ReduceOnPlateau
@@ -31,8 +32,8 @@ DATA = torch.randn(8, 4), torch.randint(0, 2, (8,))
         ("early_stopping_patience", r"EarlyStopping\(.*validation_data"),
         ("ema_decay", r"autoaccum.callbacks.EMA"),
         ("load_best_model_at_end", "autoaccum.load_best"),
-        ("weight_decay", "Pass optimizer"),
-        ("warmup_steps", "Pass lr_scheduler"),
+        ("weight_decay", "Use optimizer=lambda params"),
+        ("warmup_steps", "Use lr_scheduler"),
         ("validation_split", "random_split"),
         ("strategy", "torchrun"),
         ("learning_rate", "lr"),
@@ -41,36 +42,84 @@ DATA = torch.randn(8, 4), torch.randint(0, 2, (8,))
         ("offload_optimizer", "memory_saving='offload'"),
         ("cpu_offload", "memory_saving='offload'"),
         ("efective_batch", "effective_batch"),
-        ("eval_steps", "validate_every, in samples: eval_steps times effective_batch"),
-        ("evaluation_strategy", "leave it out, for each epoch's end is the default"),
+        ("eval_steps", r"Use validate_every \(samples: eval_steps times effective_batch\)"),
+        ("evaluation_strategy", "leave it out to validate after each epoch"),
         ("per_device_eval_batch_size", "Leave it out.*max_micro_batch bounds it"),
         ("label_smoothing_factor", r"loss_fn=torch.nn.CrossEntropyLoss\(label_smoothing=0.1\)"),
-        ("limit_train_batches", "Pass steps, or samples.*Subset"),
+        ("limit_train_batches", "Use steps or samples.*Subset"),
         ("greater_is_better", r"EarlyStopping\(metric='accuracy', mode='max'\).*KeepBest"),
         ("accum_steps", "Leave it out"),
-        ("total_batch_size", "Pass effective_batch"),
-        ("max_iters", "Pass steps"),
+        ("total_batch_size", "Use effective_batch"),
+        ("max_iters", "Use steps"),
         ("max_time", "StopTraining"),
         ("group_by_length", "Leave it out.*sorted by length"),
-        ("dtype", "Pass precision"),
-        ("keep_last", "Pass keep_checkpoints"),
-        ("tokenizer", "Pass collate_fn"),
+        ("dtype", "Use precision"),
+        ("keep_last", "Use keep_checkpoints"),
+        ("tokenizer", "Use collate_fn"),
         ("world_size", "torchrun"),
-        ("drop_remainder", "Pass drop_last=True"),
+        ("drop_remainder", "Use drop_last=True"),
         ("model_init", r"model=model_init\(\)"),
     ],
 )
 def test_what_others_call_it_is_answered_with_our_name(argument: str, told: str) -> None:
     for function in (autoaccum.fit, autoaccum.Trainer):
         options: dict[str, Any] = {argument: 3}
-        with pytest.raises(ArgumentTypeError, match=rf"^{argument}=3: .*{told}"):
+        with pytest.raises(
+            ArgumentTypeError, match=rf"^{function.__name__}\(\) has no argument '{argument}'\. .*{told}"
+        ):
             function(nn.Linear(4, 2), DATA, loss_fn=cross_entropy, **options)
+
+
+def accumulator(**options: Any) -> autoaccum.Accumulator:
+    model = nn.Linear(4, 2)
+    return autoaccum.Accumulator(model, torch.optim.SGD(model.parameters(), lr=0.1), loss_fn=cross_entropy, **options)
+
+
+ENTRIES: dict[str, Any] = {
+    "fit": lambda **o: autoaccum.fit(nn.Linear(4, 2), DATA, loss_fn=cross_entropy, progress=False, cache=False, **o),
+    "probe": lambda **o: autoaccum.probe(nn.Linear(4, 2), DATA, loss_fn=cross_entropy, **o),
+    "estimate": lambda **o: autoaccum.estimate(
+        nn.Linear(4, 2), DATA, loss_fn=cross_entropy, device_memory="1GiB", **o
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", ENTRIES)
+def test_a_batch_size_is_an_effective_batch_in_the_words_of_each_entry_and_works_there(name: str) -> None:
+    with pytest.raises(ArgumentTypeError) as caught:
+        ENTRIES[name](batch_size=4)
+    assert str(caught.value) == (
+        f"{name}() has no argument 'batch_size'. Use effective_batch (samples per optimizer step)."
+    )
+    assert (caught.value.argument, caught.value.value) == ("batch_size", 4)
+    assert ENTRIES[name](effective_batch=4) is not None
+
+
+def test_where_there_is_no_effective_batch_a_batch_size_has_another_fix() -> None:
+    with pytest.raises(ArgumentTypeError) as caught:
+        accumulator(batch_size=4)
+    assert str(caught.value) == (
+        "Accumulator() has no argument 'batch_size'. Use DataLoader(data, batch_size=4): step(batch) takes all samples "
+        "of one optimizer step."
+    )
+    for batch in DataLoader(TensorDataset(*DATA), batch_size=4):
+        assert accumulator().step(batch).item() > 0
+    with pytest.raises(ArgumentTypeError) as caught:
+        autoaccum.check(nn.Linear(4, 2), DATA, loss_fn=cross_entropy, batch_size=4)  # type: ignore[call-arg]
+    assert str(caught.value) == (
+        "check() has no argument 'batch_size'. Leave it out (fit() has effective_batch for it)."
+    )
+    with pytest.raises(ArgumentTypeError) as caught:
+        autoaccum.sweep(dict, batch_size=4)
+    assert str(caught.value) == (
+        "sweep() has no argument 'batch_size'. Use effective_batch (samples per optimizer step)."
+    )
 
 
 def test_what_nobody_knows_has_no_cure() -> None:
     with pytest.raises(ArgumentTypeError) as caught:
         autoaccum.probe(nn.Linear(4, 2), DATA, loss_fn=cross_entropy, quux=1)  # type: ignore[call-arg]
-    assert str(caught.value) == "quux=1: expected an argument that probe has."
+    assert str(caught.value) == "probe() has no argument 'quux'."
 
 
 @pytest.mark.parametrize("argument", ["loss_scope", "embed"])
@@ -91,20 +140,22 @@ def test_a_function_that_has_nothing_like_it_says_so() -> None:
     """An Accumulator's effective batch is the batch that it is given."""
     model = nn.Linear(4, 2)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    with pytest.raises(ArgumentTypeError, match=r"autoaccum.fit has epochs for it, and Accumulator has nothing like"):
+    with pytest.raises(ArgumentTypeError, match=r"Leave it out \(fit\(\) has epochs for it\)\.$"):
         autoaccum.Accumulator(model, optimizer, loss_fn=cross_entropy, max_epochs=8)  # type: ignore[call-arg]
-    with pytest.raises(ArgumentTypeError, match=r"Pass clip_norm\.$"):
+    with pytest.raises(ArgumentTypeError, match=r"Use clip_norm\.$"):
         autoaccum.Accumulator(model, optimizer, loss_fn=cross_entropy, max_grad_norm=1.0)  # type: ignore[call-arg]
 
 
 @pytest.mark.parametrize(
     ("argument", "told"),
     [
-        ("effective_batch", r"the batch that step\(batch\) is given"),
-        ("batch_size", r"the batch that step\(batch\) is given"),
-        ("per_device_train_batch_size", r"the batch that step\(batch\) is given"),
-        ("scheduler", r"by scheduler.step\(\) after accumulator.step\(batch\)\.$"),
-        ("lr_scheduler", r"by scheduler.step\(\) after accumulator.step\(batch\)\.$"),
+        ("effective_batch", r"Use DataLoader\(data, batch_size=8\): step\(batch\) takes all samples of one"),
+        (
+            "per_device_train_batch_size",
+            r"Use DataLoader\(data, batch_size=8\): step\(batch\) takes all samples of one",
+        ),
+        ("scheduler", r"Call scheduler.step\(\) after accumulator.step\(batch\)\.$"),
+        ("lr_scheduler", r"Call scheduler.step\(\) after accumulator.step\(batch\)\.$"),
     ],
 )
 def test_what_a_loop_of_ones_own_does_is_said(argument: str, told: str) -> None:
@@ -117,7 +168,8 @@ def test_what_a_loop_of_ones_own_does_is_said(argument: str, told: str) -> None:
 
 def test_inputs_and_targets_are_one_argument() -> None:
     with pytest.raises(
-        ArgumentTypeError, match=r"^argument 3 of fit='a Tensor'.*model and data .*data=\(inputs, targets\)"
+        ArgumentTypeError,
+        match=r"^fit\(\) takes model and data without a name, and argument 3 is a Tensor\. .*data=\(inputs, targets\)",
     ):
         autoaccum.fit(nn.Linear(4, 2), *DATA, effective_batch=4, loss_fn=cross_entropy)  # type: ignore[misc,arg-type]
 
@@ -128,10 +180,14 @@ def test_a_step_is_given_one_batch(call: str) -> None:
     accumulator = autoaccum.Accumulator(model, torch.optim.SGD(model.parameters(), lr=0.1), loss_fn=cross_entropy)
     method: Any = getattr(accumulator, call)
     for given, named, told in (
-        (DATA, {}, rf"^arguments of Accumulator.{call}='Tensor, Tensor': .*Accumulator.{call}\(\(inputs, targets\)\)"),
-        ((), {"input_ids": DATA[0], "labels": DATA[1]}, rf"'input_ids=..., labels=...': .*Accumulator.{call}\(\{{"),
-        ((), {}, "'nothing': .*all samples of a step"),
-        ((DATA,), {"batch": DATA}, "'tuple, batch=...'"),
+        (
+            DATA,
+            {},
+            rf"^Accumulator.{call}\(\) takes one batch, and got Tensor, Tensor\. .*Accumulator.{call}\(\(inputs, targets\)\)",
+        ),
+        ((), {"input_ids": DATA[0], "labels": DATA[1]}, rf"got input_ids=..., labels=...\. .*Accumulator.{call}\(\{{"),
+        ((), {}, "got nothing.*all samples of a step"),
+        ((DATA,), {"batch": DATA}, r"got tuple, batch=\.\.\.\."),
     ):
         with pytest.raises(ArgumentTypeError, match=told):
             method(*given, **named)
@@ -150,16 +206,25 @@ def test_a_step_is_given_one_batch(call: str) -> None:
 @pytest.mark.parametrize(
     ("make", "told"),
     [
-        (lambda: EarlyStopping("accuracy", "max"), r"^argument 2 of EarlyStopping='a str': .*metric=\.\.\., mode="),
+        (
+            lambda: EarlyStopping("accuracy", "max"),
+            r"^EarlyStopping\(\) takes patience without a name, and argument 2 is a str\. .*metric=\.\.\., mode=",
+        ),
         (lambda: EarlyStopping("accuracy"), r"^patience='accuracy': .*metric= names"),
-        (lambda: EarlyStopping(monitor="val_loss"), r"^monitor='val_loss': .*Pass metric, 'loss' or"),
+        (
+            lambda: EarlyStopping(monitor="val_loss"),
+            r"^EarlyStopping\(\) has no argument 'monitor'\. Use metric \('loss', or",
+        ),
         (lambda: EarlyStopping(patiense=2), r"Did you mean patience\?$"),
-        (lambda: ReduceOnPlateau(threshold=0.1), r"Pass min_delta\.$"),
-        (lambda: KeepBest("val_loss"), r"^mode=\(left out\): .*'max' where higher is better.*the lowest loss"),
-        (lambda: KeepBest("accuracy", greater_is_better=True), r"Pass mode='max' where"),
+        (lambda: ReduceOnPlateau(threshold=0.1), r"Use min_delta\.$"),
+        (
+            lambda: KeepBest("val_loss"),
+            r"^KeepBest\(\) needs mode, which has no default\. Pass mode='max' where higher is better",
+        ),
+        (lambda: KeepBest("accuracy", greater_is_better=True), r"Use mode='max' where"),
         (
             lambda: EMA(0.9, True),
-            r"^argument 2 of EMA='a bool': expected no more than decay .*warm_up=\.\.\., validate=",
+            r"^EMA\(\) takes decay without a name, and argument 2 is a bool\. .*warm_up=\.\.\., validate=",
         ),
     ],
 )
@@ -171,17 +236,22 @@ def test_callbacks_answer_too(make: Any, told: str) -> None:
 
 def test_what_has_no_default_is_asked_for() -> None:
     model = nn.Linear(4, 2)
-    told = r"^effective_batch=\(left out\): expected a value, for it has no default\. Pass effective_batch, the samples"
+    told = r"\(\) needs effective_batch, which has no default\. Pass effective_batch=64, say: samples per optimizer step\.$"
     for function in (autoaccum.fit, autoaccum.Trainer):
         with pytest.raises(ArgumentTypeError, match=told):
             function(model, DATA, loss_fn=cross_entropy)  # type: ignore[call-arg]
-        with pytest.raises(ArgumentTypeError, match=r"^data=\(left out\): .*tensors, a dataset or a DataLoader\.$"):
+        with pytest.raises(
+            ArgumentTypeError,
+            match=r"\(\) needs data, .*Pass tensors, a dataset or a DataLoader as the second argument\.$",
+        ):
             function(model, effective_batch=4)  # type: ignore[call-arg]
 
 
 def test_what_has_no_effective_batch_does_not_speak_of_one() -> None:
     model = nn.Linear(4, 2)
-    with pytest.raises(ArgumentTypeError, match=r"Accumulator has\. Leave it out: how many samples fit .*$") as caught:
+    with pytest.raises(
+        ArgumentTypeError, match=r"Leave it out: autoaccum finds how many samples fit at once\.$"
+    ) as caught:
         autoaccum.Accumulator(
             model, torch.optim.SGD(model.parameters(), lr=0.1), gradient_accumulation_steps=4,  # type: ignore[call-arg]
         )  # fmt: skip
@@ -191,7 +261,7 @@ def test_what_has_no_effective_batch_does_not_speak_of_one() -> None:
 def test_a_plan_is_made_of_three_numbers() -> None:
     for options in ({"batch_size": 256}, {"per_device_train_batch_size": 8}, {"gradient_accumulation_steps": 4}):
         with pytest.raises(
-            ArgumentTypeError, match=r"an argument that plan has\. Pass effective_batch.*max_micro_batch"
+            ArgumentTypeError, match=r"^plan\(\) has no argument .*Use effective_batch.*max_micro_batch"
         ):
             autoaccum.plan(**options)  # type: ignore[call-arg]
     with pytest.raises(ArgumentTypeError, match=r"Did you mean max_micro_batch\?"):
@@ -201,7 +271,7 @@ def test_a_plan_is_made_of_three_numbers() -> None:
 
 def test_evaluate_and_predict_answer_too() -> None:
     model = nn.Linear(4, 2)
-    told = r"^batch_size=8: .*max_micro_batch bounds it\.$"
+    told = r"has no argument 'batch_size'\. .*max_micro_batch bounds it\)\.$"
     with pytest.raises(ArgumentTypeError, match=told):
         autoaccum.evaluate(model, DATA, loss_fn=cross_entropy, batch_size=8)  # type: ignore[call-arg]
     with pytest.raises(ArgumentTypeError, match=told):

@@ -572,7 +572,7 @@ def test_of_what_cannot_be_computed_the_micro_batch_is_told() -> None:
             validation_data=(inputs[:, :-1], targets),
         )  # fmt: skip
     told, whose = raised.value.__notes__[:2]
-    assert re.fullmatch(r"It was raised for a micro-batch of \d+ samples? that are evaluated, of tensors .*", told)
+    assert re.fullmatch(r"autoaccum was running \d+ samples? that are evaluated, of shapes .*\.", told)
     assert whose == "They are samples of validation_data."
 
 

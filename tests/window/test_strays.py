@@ -8,12 +8,13 @@ import pickle
 import warnings
 import weakref
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
-from torch.nn.functional import cross_entropy
+from torch.nn.functional import cross_entropy, mse_loss
 
 import autoaccum
 from autoaccum.errors import AlreadySteppedError, LossSideEffectError
@@ -97,7 +98,9 @@ def test_a_step_that_was_left_in_is_refused_before_it_writes(kind: Any, before: 
         before(optimizer)
         optimizer.step()
 
-    with pytest.raises(AlreadySteppedError, match=r"Leave optimizer\.step\(\) and zero_grad\(\) out of the loop"):
+    with pytest.raises(
+        AlreadySteppedError, match=r"^(SGD|AdamW)\.step\(\) has nothing to do: accumulator\.step\(batch\) has t"
+    ):
         left_in()
     assert all(map(torch.equal, model.parameters(), expected))
     accumulator.step(BATCHES[1])
@@ -298,3 +301,48 @@ def test_sparse_gradients() -> None:
         optimizer.step()
     cross_entropy(model(batch[0]), batch[1]).backward()
     optimizer.step()
+
+
+def test_a_backward_that_was_left_in_the_loop_is_refused_and_deleting_it_works() -> None:
+    torch.manual_seed(0)
+    x, y = torch.randn(8, 3), torch.randn(8, 1)
+    model, other = nn.Linear(3, 1), nn.Linear(3, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    accumulator = autoaccum.Accumulator(model, optimizer, loss_fn=mse_loss)
+    scale = torch.tensor(2.0)
+    step: list[Callable[[torch.Tensor], Any]] = [lambda loss: loss, lambda loss: loss / 4, lambda loss: loss * scale]
+    for left in step:
+        with pytest.raises(AlreadySteppedError) as caught:
+            left(accumulator.step((x, y))).backward()
+        assert str(caught.value) == (
+            "loss.backward() has nothing to do: accumulator.step(batch) has computed the gradient and taken the step. "
+            "Delete loss.backward()."
+        )
+    with pytest.raises(AlreadySteppedError) as caught:
+        accumulator.backward((x, y)).backward()
+    assert str(caught.value) == (
+        "loss.backward() has nothing to do: accumulator.backward(batch) has computed the gradient, and optimizer.step() "
+        "is next. Delete loss.backward()."
+    )
+    optimizer.step()
+    before = model.weight.detach().clone()
+    loss = accumulator.step((x, y))
+    assert not torch.equal(before, model.weight)
+    # In a sum with a loss of another model it is a number like any other.
+    (mse_loss(other(x), y) + loss).backward()
+    (loss * mse_loss(other(x), y)).backward()
+    assert other.weight.grad is not None
+
+
+def test_the_loss_that_is_returned_is_a_tensor_like_any_other(tmp_path: Path) -> None:
+    model = nn.Linear(3, 1)
+    accumulator = autoaccum.Accumulator(model, torch.optim.SGD(model.parameters(), lr=0.1), loss_fn=mse_loss)
+    loss = accumulator.step((torch.randn(8, 3), torch.randn(8, 1)))
+    torch.save({"loss": loss}, tmp_path / "loss.pt")
+    kept = torch.load(tmp_path / "loss.pt", weights_only=True)["loss"]
+    for one in (kept, copy.deepcopy(loss), loss.detach(), loss + 0, torch.stack([loss, loss]).mean()):
+        assert type(one) is torch.Tensor
+        assert one.item() == float(loss) == loss.numpy()
+    assert repr(loss) == repr(kept) == str(loss)
+    assert f"{loss:.4f}" == f"{loss.item():.4f}"
+    assert not loss.requires_grad
