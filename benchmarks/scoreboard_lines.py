@@ -1,6 +1,7 @@
 """What the scoreboard says of each table: ours, and beside it whatever took part in the same run.
 
-Each function takes one table of benchmarks/results/ and returns its lines. No figure stands here: all are cells of tables, counted, or the least and the most of them.
+Each function takes one table of benchmarks/results/ and returns its lines. No figure stands here: all are cells of
+tables, counted, or the least and the most of them.
 """
 
 from __future__ import annotations
@@ -410,9 +411,7 @@ def gpu(table: Table) -> list[Line]:
 
 
 PARTS = [
-    Part(
-        area="exactness", table="exactness", what="gradients beside the big batch's", lines=exactness
-    ),
+    Part(area="exactness", table="exactness", what="gradients beside the big batch's", lines=exactness),
     Part(area="exactness", table="readme_figure", what="the loss that a Trainer logs", lines=logged_loss),
     Part(
         area="verification",

@@ -28,13 +28,14 @@ CONTEXT = 128
 """Most characters that the model can look back."""
 CROP = 32
 """Characters of a crop: in half a minute a small GPT learns more from many short crops than from few long ones."""
-TRAINING_CROPS, VALIDATION_CROPS = 120 * 256, 2048
+TRAINING_CROPS, VALIDATION_CROPS = 170 * 256, 2048
 
 
 def read_text(max_chars: int = (TRAINING_CROPS + VALIDATION_CROPS) * CROP + 2) -> str:
     """The top-level modules of the standard library, one after the other."""
     modules = sorted(Path(sysconfig.get_paths()["stdlib"]).glob("*.py"))
     text = "".join(module.read_text(encoding="utf-8", errors="replace") for module in modules).replace("    ", INDENT)
+    text = re.sub(f"{INDENT}{{4,}}", 3 * INDENT, text)  # deep indentation would fill crops with little to learn from
     return re.sub(f"[^{INDENT}\\n -~]", "?", text)[:max_chars]
 
 

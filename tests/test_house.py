@@ -20,7 +20,6 @@ from tests.house import (
     ROOMS,
     ROOT,
     circle,
-    code_and_comments,
     figures,
     floors,
     functions_in,
@@ -107,11 +106,6 @@ class A:
     )
     def test_of_a_docstring(self, docstring: str, is_fragment: bool) -> None:
         assert bool(FRAGMENT.match(docstring)) is is_fragment
-
-    def test_of_comments(self, tmp_path: Path) -> None:
-        path = tmp_path / "a.py"
-        path.write_text("# one\n\nx = 1  # two\ny = '#'\n")
-        assert code_and_comments(path) == (3, 2)
 
 
 class TestRooms:

@@ -35,7 +35,7 @@ def test_json_of_fit_is_one_document_with_everything_in_it(
     assert (verified["step"], verified["hypothesis"], verified["samples"]) == (1, "items", 6)
     assert verified["cuts"] == [[1, 2, 3], [3, 2, 1], [2, 2, 2]]
     assert verified["error"] < verified["tolerance"]
-    assert run["events"][-1] == {"type": "Finished", "step": 3, "reason": "budget"}
+    assert run["events"][-1] == {"type": "Finished", "step": 3, "reason": "budget", "stopped_by": ""}
     assert "imported" in err
     assert "StepReport(step=1" in err
 

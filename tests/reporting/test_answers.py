@@ -337,10 +337,6 @@ def test_it_did_not_learn(of: Any) -> None:
     text, good = answer(of(report(1, loss=1.0), report(2, loss=1.5)), "learn")
     assert (text, good) == ("No: the training loss rose from 1 to 1.5.", False)
     assert answer(of(report(3, loss=1.0)), "learn") == ("No: the training loss stayed at 1.", False)
-    assert answer(of(report(4, loss=3.5)), "learn") == (
-        "No: the run diverged. The training loss rose from 1 to 3.5.",
-        False,
-    )
 
 
 def test_one_step_does_not_tell_whether_it_learned(of: Any) -> None:
