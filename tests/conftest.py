@@ -25,6 +25,7 @@ import torch
 from hypothesis import HealthCheck, settings
 
 from tests import standin
+from tests.machine import nothing_measured
 
 TEST_DEVICE = "TEST_DEVICE"
 """Name of the environment's variable by which ``tests/devices.py`` knows the device, in processes of tests too."""
@@ -183,13 +184,7 @@ def _measure_nothing(items: list[pytest.Item]) -> None:
 
 
 @pytest.fixture
-def unmeasured(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let no run measure its exactness, as with ``verify=False``."""
-    from autoaccum.verification.examiner import Examiner
-
-    original = Examiner.__init__
-
-    def made(self: Examiner, *args: Any, **options: Any) -> None:
-        original(self, *args, **{**options, "verify": False})
-
-    monkeypatch.setattr(Examiner, "__init__", made)
+def unmeasured() -> Iterator[None]:
+    """Let no run measure its exactness."""
+    with nothing_measured():
+        yield

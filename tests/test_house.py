@@ -9,7 +9,6 @@ import subprocess
 import sys
 from functools import cache
 from itertools import pairwise
-from pathlib import Path
 from types import ModuleType
 
 import pytest
