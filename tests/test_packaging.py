@@ -107,7 +107,7 @@ def test_the_extras_for_errors_are_found() -> None:
 
 def test_optuna_is_needed_for_sweeps_alone() -> None:
     core = {Requirement(each).name for each in PROJECT["project"]["dependencies"]}
-    assert core == {"cyclopts", "numpy", "platformdirs", "psutil", "safetensors", "torch", "tqdm"}
+    assert core == {"cyclopts", "numpy", "psutil", "safetensors", "torch", "tqdm"}
     # Tests sweep and draw, and one example is a sweep.
     assert {*EXTRAS["sweep"], *EXTRAS["plot"]} <= {*EXTRAS["test"]}
     assert {*EXTRAS["sweep"]} <= {*EXTRAS["examples"]}

@@ -18,8 +18,6 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-import platformdirs
-
 from autoaccum._kinds import accepts
 from autoaccum.memory import clock
 from autoaccum.planning.costs import Trial
@@ -58,7 +56,9 @@ class Entry:
 def directory() -> Path:
     """Return where the files are: ``AUTOACCUM_CACHE_DIR``, or the user's cache directory."""
     named = os.environ.get("AUTOACCUM_CACHE_DIR")
-    return Path(os.path.expanduser(named) if named else platformdirs.user_cache_dir("autoaccum", appauthor=False))
+    # As PyTorch's hub and Hugging Face's have it, on every system.
+    base = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
+    return Path(os.path.expanduser(named or os.path.join(base, "autoaccum")))
 
 
 class Past:

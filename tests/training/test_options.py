@@ -107,9 +107,7 @@ FINE = [
 
 def test_type_checkers_find_misspelt_missing_and_wrongly_typed_arguments(tmp_path: Path) -> None:
     """Of other packages nothing is read, for what mypy needs for torch is a minute."""
-    others = ",".join(
-        f"{name}.*" for name in ("torch", "numpy", "optuna", "psutil", "safetensors", "tqdm", "platformdirs")
-    )
+    others = ",".join(f"{name}.*" for name in ("torch", "numpy", "optuna", "psutil", "safetensors", "tqdm"))
     (tmp_path / "mypy.ini").write_text(
         f"[mypy]\nstrict = True\nfollow_imports = silent\nmypy_path = {ROOT}\n[mypy-{others}]\nfollow_imports = skip\n"
     )
