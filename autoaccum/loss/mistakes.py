@@ -30,8 +30,12 @@ def in_order(training_step: Callable[..., Any], names: tuple[str, ...]) -> Argum
 
     Others have (batch, batch_idx), as a method of a LightningModule, or (batch, model).
     """
-    is_unbound = names[:2] == ("self", "batch")  # the function of the class, and not of an object of it
-    if names[:1] != ("batch",) and "".join(names[1:2]) not in ("model", *_INDICES) and not is_unbound:
+    # What wraps another function, as a decorator does, has the other's names and may have an order of its own.
+    if hasattr(training_step, "__wrapped__") or names[:1] == ("model",):
+        return None
+    second, third = (*names[1:3], "", "")[:2]
+    is_unbound = names[:2] == ("self", "batch") and third in _INDICES  # of the class, and not of an object of it
+    if names != ("batch",) and second not in ("model", *_INDICES) and not is_unbound:
         return None
     of = "model." if is_unbound or isinstance(getattr(training_step, "__self__", None), torch.nn.Module) else ""
     rest = ["model" if name == "model" else "0" for name in names[1 + is_unbound :]]
@@ -48,7 +52,7 @@ def refuse_swapped(training_step: Callable[..., Any], model: Any, batch: Any, er
     second = next(
         (name for name, given in (("model", model), ("0", 0)) if returns_loss(training_step, batch, given)), ""
     )
-    if second or f"{type(model).__name__}' object is not subscriptable" in str(error):
+    if second or f"'{type(model).__name__}' object is not subscriptable" in str(error):
         fact = (
             f"training_step got the model first, as autoaccum calls training_step(model, batch), and failed: {error}."
         )

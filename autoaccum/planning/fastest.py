@@ -54,6 +54,8 @@ class Fastest:
         self._broken_off = 0  # comparisons that windows of another size have ended
         self._not_full = 0  # windows in a row that are not full, and so cannot be compared
         self._rises = False  # whether the last comparison found the largest micro-batches clearly the fastest
+        self.wants_full = False
+        """Whether the largest micro-batches are used, however fast others may be."""
         self.checks = 0
         """Windows to time until an earlier run's times are believed."""
         self.surprising = 0.0
@@ -94,7 +96,7 @@ class Fastest:
         """Keep the fastest plan where times are known, or begin to compare; do neither before a search has settled."""
         self.timing = self.weight = None
         self._not_full, self.surprising = 0, 0.0
-        if not is_settled or not self._cutter.full_window[0]:
+        if not is_settled or not self._cutter.full_window[0] or self.wants_full:
             return
         largest = self._largest()
         # Far beyond what was timed, times are a guess, and a wrong one would never show: there plans are compared.

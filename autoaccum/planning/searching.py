@@ -19,6 +19,8 @@ from autoaccum.planning.search import FAR, FEW_SIZES_FIRST, FEW_SIZES_GROWTH, ha
 
 ENDLESS = 2**62
 """A weight that no micro-batch reaches."""
+TOLD = 1.01
+"""Peaks of trials tell what a sample adds where the largest is this many times that of one sample."""
 NO_FASTER = "larger micro-batches are no faster"
 NOT_TRIED = "no batch had room to try larger micro-batches"
 
@@ -69,6 +71,8 @@ class Searching:
         """The largest weight that fitted in an earlier run; 0 where nothing is known, or it is no longer believed."""
         self.goal: int | None = None
         """The weight to reach when growing again, after memory has come back; None in the first search."""
+        self.wants_full = False
+        """Whether splits are to be as few as can be, however fast others may be: because they are not exact."""
         self.untold = 0
         """The weight up to which trials do not tell how fast larger ones are: their times are of another load."""
         self.doubts_plateau = False
@@ -139,7 +143,7 @@ class Searching:
         fits, _ = history.bounds
         # Growth needs no such end: its goal is no higher than what is enough.
         if fits and self.goal is None and self.is_enough(fits):
-            return num_samples if self._surely_fits_whole(num_samples, lengths) else None
+            return num_samples if self.surely_fits_whole(num_samples, lengths) else None
         # Among samples that differ in length a weight is no number of samples.
         next_size = next_within if lengths is None else next_below
         weight = next_size(
@@ -172,13 +176,17 @@ class Searching:
         model = self._model_of_whole(num_samples, lengths)
         return model is not None and model.predict(num_samples) - self.gradient_bytes <= self._limits.target_bytes
 
-    def _surely_fits_whole(self, num_samples: int, lengths: Lengths) -> bool:
+    def surely_fits_whole(self, num_samples: int, lengths: Lengths) -> bool:
         """Return whether a window fits at once even if its samples take twice as much as is predicted."""
         # An earlier run has timed windows; trials are short, and other work that slows one of them ends the search.
         model = None if self.known else self._model_of_whole(num_samples, lengths)
-        if model is None or num_samples > FAR * self._cutter.history.bounds[0]:
+        fits = self._cutter.history.bounds[0]
+        if model is None or num_samples > FAR * fits:
             return False
-        return model.predict(2 * num_samples) <= self._limits.target_bytes
+        # Trials that all take the same say nothing of what a sample adds: at most as much as all that there is then.
+        is_told = model.predict(fits) > TOLD * model.predict(1)
+        most = model.predict(2 * num_samples) if is_told else model.predict(fits) * num_samples / fits
+        return most <= self._limits.target_bytes
 
     def _model_of_whole(self, num_samples: int, lengths: Lengths) -> MemoryModel | None:
         """Return the memory model if it alone decides whether a window is tried at once: in the first search."""
@@ -225,6 +233,8 @@ class Searching:
     def is_enough(self, weight: int) -> bool:
         """Return whether larger ones are known to be no faster."""
         history = self._cutter.history
+        if self.wants_full:
+            return False
         # An earlier run has timed larger ones than were tried so far: what it says reaches further than a plateau.
         if self.known > weight and history.prior is not None:
             fastest = self._fastest_up_to(self.known)

@@ -14,6 +14,8 @@ from autoaccum.planning.costs import PLATEAU, TimeModel, Trial, fit_time_model
 
 ROUNDS = 3
 """Windows that a plan is timed for, while it may be the fastest."""
+ROUNDS_OF_FULL = 5
+"""Windows that the full batch is timed for before a split is preferred to it."""
 PROMISING = 1.15
 """Do not time a plan when trials say that it takes longer than another by this factor."""
 CLOSE = 1.05
@@ -81,7 +83,10 @@ class Timing:
         # disturbed, and are timed again until the median of a few windows decides.
         best = self._cost(self.fastest())
         for weight, seconds in self.seconds.items():
-            if len(seconds) < ROUNDS and (self._cost(weight) <= CLOSE * best or self._is_whole(weight)):
+            is_close = self._cost(weight) <= CLOSE * best
+            # Other work on the machine may have slowed a full batch, which is to be split only on proof.
+            is_losing = self._is_whole(weight) and self._cost(weight) > best
+            if len(seconds) < (ROUNDS_OF_FULL if is_losing else ROUNDS if is_close else 1):
                 return weight
         return None
 
@@ -193,8 +198,7 @@ class Timing:
 
     def _cost(self, weight: int) -> float:
         """Return the seconds of windows cut with that weight: what disturbs one of them is not in the median."""
-        # A full batch is split only on proof: other work on the machine can slow each of its few windows but not all.
-        return min(self.seconds[weight]) if self._is_whole(weight) else median(self.seconds[weight])
+        return median(self.seconds[weight])
 
     def _is_whole(self, weight: int) -> bool:
         """Return whether windows of that weight are run at once."""

@@ -199,6 +199,20 @@ class Tuner:
         self._cutter.set_smallest(smallest)
         self._largest.weight = max(self._largest.weight if largest is None else largest, self.smallest)
 
+    def split_least(self, num_samples: int, lengths: Lengths = None) -> bool:
+        """Use the largest micro-batches that fit, however fast others are, because split windows are not exact.
+
+        Return whether such a window surely fits at once.
+        """
+        if not self._learns:
+            return False
+        if not self.search.wants_full:
+            self.search.wants_full = self._fastest.wants_full = True
+            self._fastest.forget()
+            self.search.is_on = self.search.is_on or (num_samples > 0 and self._may_try(num_samples, lengths))
+        fits = self._cutter.history.bounds[0]
+        return num_samples * self._cutter.each(lengths) <= fits or self.search.surely_fits_whole(num_samples, lengths)
+
     def recall(
         self, past: Sequence[Trial], held_bytes: int, refused: Trial | None = None, limit_bytes: int | None = None
     ) -> None:

@@ -147,6 +147,11 @@ class Examiner:
         self._remembered = State(job.modules, job.functions, job.device, self._transaction.trained())
         self._remembered_of, self._is_to_remember = self._number, False
 
+    @property
+    def has_failed(self) -> bool:
+        """Return whether split windows were measured to have another gradient than whole ones."""
+        return self._occasions.status == "failed"
+
     def compute_by(self, loss_of: LossOf) -> None:
         """Compute the losses of what is measured by this from now on."""
         self._job = self._micro_batches.job = self._job.computed_by(loss_of)

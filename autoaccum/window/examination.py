@@ -42,6 +42,10 @@ class Examiner(Protocol):
     is_checked: bool
     """Whether a first window had a finite loss."""
 
+    @property
+    def has_failed(self) -> bool:
+        """Return whether windows that are cut were measured to have another gradient than whole ones."""
+
     def begin_attempt(
         self, number: int, announce: Callable[[Notice], None], way: object, spare_bytes: int | None
     ) -> None:

@@ -424,6 +424,9 @@ class Step:
             self.tuner.set_smallest(max(found.smallest, self.tuner.smallest))
             if min(gradient.sizes) < found.smallest <= num_of_all_ranks(window):
                 return Repeat(sizes=())
+        # Splits that are not exact are worth no speed: as few as can be, and none where the full batch fits.
+        if self._examiner.has_failed and self.tuner.split_least(window.num_samples, window.lengths) and group is None:
+            return Repeat(sizes=(window.num_samples,))
         if found.again:
             return Repeat(sizes=gradient.own)
         insist(self.transaction.several.confirm, "what terms count was learnt")
@@ -598,3 +601,5 @@ class Step:
         is_same = self.saving.load_state_dict(state) if is_same_device else False
         self.tuner.saves_memory = not self.saving.is_off
         self.tuner.load_state_dict(state["tuner"], is_same_device=is_same)
+        if self._examiner.has_failed:
+            self.tuner.split_least(*self.tuner.full_window)

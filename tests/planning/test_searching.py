@@ -91,6 +91,13 @@ def test_a_full_batch_that_surely_fits_is_tried_although_trials_gain_nothing() -
     assert searching(1, 2, 4, 8, seconds=float, limit_bytes=enough).trial_for(256) == 256
     assert searching(1, 2, 4, 8, seconds=float, limit_bytes=enough - 1).trial_for(256) is None
     assert searching(1, 2, 4, 8, 256, seconds=float).trial_for(256) is None
+    # Trials that all take the same tell nothing of what a sample adds.
+    alike = searching(limit_bytes=enough)
+    for size in (1, 2, 4, 8):
+        alike._cutter.history.add(Trial(micro_batch=size, fits=True, peak_bytes=1000, seconds=size), reweigh=True)
+    assert alike.trial_for(256) is None
+    alike._limits = Limits(1001 * 256 // 8, 0.0)
+    assert alike.trial_for(256) == 256
     assert searching(1, 2, 4, 8, seconds=float, ceiling=128).trial_for(256) is None
     of_earlier_run = searching(1, 2, 4, 8, seconds=float, limit_bytes=enough)
     of_earlier_run.known = 8
@@ -205,3 +212,9 @@ def test_the_samples_behind_the_first_micro_batch_are_the_ones_to_try() -> None:
     assert not made.may_try(4, (4, 4, 4, 3), planned=4), "nothing is left"
     assert not made.may_try(3, (4, 4, 4), planned=2), "one is left, and two are to be tried"
     assert not made.may_try(3, (4, 1, 1), planned=1), "the two that are left weigh less than what fitted"
+
+
+def test_where_splits_are_not_exact_nothing_is_fast_enough() -> None:
+    made = searching(1, 2, 4, 8, 16, seconds=float)
+    made.wants_full = True
+    assert made.trial_for(2048) == 32

@@ -123,12 +123,12 @@ class TestTiming:
             found.observe(weight, {256: 10.0, 128: seconds}.get(weight, 30.0))
         assert found.fastest() == fastest
 
-    def test_a_full_batch_is_judged_by_the_fastest_of_three_windows(self) -> None:
+    def test_a_full_batch_is_timed_five_times_before_it_is_split(self) -> None:
         found = timing(256, 256, (64, 2.5), (128, 5.0), (256, 10.0))
-        of_full = iter([50.0, 50.0, 30.0, 10.0, 30.0])
+        of_full = iter([50.0, 50.0, 30.0, 10.0, 10.0, 10.0])  # the first makes ready, and the next two are disturbed
         while (weight := found.next_weight()) is not None:
             found.observe(weight, next(of_full) if weight == 256 else 11.0)
-        assert found.seconds[256] == [50.0, 30.0, 10.0]
+        assert found.seconds[256] == [50.0, 30.0, 10.0, 10.0, 10.0]
         assert found.fastest() == 256
 
     def test_halves_of_the_largest_are_timed_although_trials_promise_a_small_one(self) -> None:
@@ -175,7 +175,7 @@ def test_a_small_full_batch_is_not_split_whatever_else_the_machine_does(seconds:
         device = Device(24 * 10**9, peak=lambda size, length: 33e7 + 9000 * size, seconds=seconds, noise=noise)
         training = Training(device, 256)
         split.append(sum(len(training.run()) > 1 for _ in range(100)))
-    assert sum(count > 10 for count in split) <= 2, split
+    assert sum(count > 10 for count in split) <= 3, split
 
 
 class TestPlateau:

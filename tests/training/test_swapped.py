@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -139,3 +140,36 @@ def recipe():
     )
     path.write_text(text.replace('"training_step": step', f'"training_step": {fix}'))
     assert main(argv) == 0
+
+
+def of_other_names(self: Any, batch: Any) -> torch.Tensor:
+    return mse_loss(self(batch[0]), batch[1])
+
+
+def of_odd_names(batch: Any, data: Any) -> torch.Tensor:
+    return mse_loss(batch(data[0]), data[1])
+
+
+def adapted(other: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(other)
+    def inner(model: Any, batch: Any) -> Any:
+        return other(batch, model)
+
+    return inner
+
+
+@pytest.mark.parametrize("given", [of_other_names, of_odd_names, adapted(step)])
+def test_a_call_that_works_is_not_refused_by_its_names(given: Callable[..., Any]) -> None:
+    ENTRIES["fit"](nn.Linear(3, 1), DATA, given)
+
+
+def test_an_object_that_the_model_holds_is_not_taken_for_the_model() -> None:
+    class MyLinear:
+        pass
+
+    def of_object(model: nn.Module, batch: Any) -> torch.Tensor:
+        return mse_loss(model(batch[0]), batch[1]) * MyLinear()["weight"]  # type: ignore[index]
+
+    with pytest.raises(TypeError, match="'MyLinear' object is not subscriptable") as raised:
+        ENTRIES["fit"](nn.Linear(3, 1), DATA, of_object)
+    assert not isinstance(raised.value, ArgumentTypeError)

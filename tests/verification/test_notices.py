@@ -185,7 +185,7 @@ def test_of_a_loss_over_the_window_no_cure_is_refused_beside_it() -> None:
 
 
 def test_what_was_not_measured_says_why() -> None:
-    assert unmeasured_notice("the reason").cause.endswith("have the gradient of whole ones: the reason")
+    assert unmeasured_notice("the reason").cause.endswith("have the gradient of the full batch: the reason")
     assert "25 % off" in ones_notice(0.25).cause
 
 
