@@ -120,14 +120,14 @@ def generate(model: CharGPT, prompt: str = "def ", length: int = 300) -> str:
 
 def show_result(model: CharGPT, unigram: float) -> Callable[[Record], None]:
     """A callback that prints, at the end of the run, what the model has learned and a text that it writes."""
-    loss = math.nan  # until the first validation
+    learned = "not validated yet"  # as where the run was stopped
 
     def callback(record: Record) -> None:
-        nonlocal loss
+        nonlocal learned
         if isinstance(record, Validated):
-            loss = record.loss
+            learned = f"{record.loss:.2f} nats per character"
         elif isinstance(record, Finished):
-            print(f"held-out loss: {loss:.2f} nats per character (character frequencies alone: {unigram:.2f})")
+            print(f"held-out loss: {learned} (character frequencies alone: {unigram:.2f})")
             print(f"\nThe model writes:\n\n{generate(model)}\n")
 
     return callback

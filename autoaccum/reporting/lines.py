@@ -270,8 +270,8 @@ def state_text(report: StepReport, plan: tuple[int, ...] = ()) -> str:
         outputs += "..., " if len(means) > SHOWN else ""  # else nothing of the line but them would be seen
     cut = cut_text(plan if sum(plan) > report.effective_batch else report.micro_batches)
     return (
-        f"loss {report.loss:.4f}, {outputs}micro-batches {cut}, "
-        f"memory {format_bytes(report.peak_bytes)} of {format_bytes(report.limit_bytes)}"
+        f"loss {report.loss:.4f}, {outputs}split {cut}, "
+        f"{format_bytes(report.peak_bytes)} of {format_bytes(report.limit_bytes)}"
     )
 
 

@@ -54,14 +54,14 @@ def _described(tensor: torch.Tensor) -> str:
     """Return a tensor's shape; of whole numbers their range too, for a class or a token beyond the last is in no shape.
 
     >>> _described(torch.zeros(2, 3)), _described(torch.tensor([4, 0, 7]))
-    ('(2, 3)', '(3,) from 0 to 7')
+    ('(2, 3)', '(3,) with values 0 to 7')
     """
     shape = str(tuple(tensor.shape))
     # A device on which an operation has failed may answer nothing more.
     with suppress(Exception):
         if not (tensor.is_floating_point() or tensor.is_complex() or tensor.dtype is torch.bool):
             least, most = (int(end) for end in torch.aminmax(tensor))
-            return f"{shape} from {least} to {most}"
+            return f"{shape} with values {least} to {most}"
     return shape
 
 

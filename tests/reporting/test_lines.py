@@ -98,17 +98,15 @@ def test_what_each_event_says(event: Any, text: str | None) -> None:
 
 
 def test_a_window_says_how_things_stand() -> None:
-    assert state_text(report(2, (3, 3, 2))) == "loss 1.0000, micro-batches 2-3 x 3, memory 2.00 MiB of 1.00 GiB"
-    assert state_text(report(2, (3,)), (4, 4)) == "loss 1.0000, micro-batches 4 x 2, memory 2.00 MiB of 1.00 GiB", (
-        "a short one"
-    )
-    assert state_text(report(2, (3, 3, 2)), (4, 4)) == "loss 1.0000, micro-batches 2-3 x 3, memory 2.00 MiB of 1.00 GiB"
+    assert state_text(report(2, (3, 3, 2))) == "loss 1.0000, split 2-3 x 3, 2.00 MiB of 1.00 GiB"
+    assert state_text(report(2, (3,)), (4, 4)) == "loss 1.0000, split 4 x 2, 2.00 MiB of 1.00 GiB", "a short one"
+    assert state_text(report(2, (3, 3, 2)), (4, 4)) == "loss 1.0000, split 2-3 x 3, 2.00 MiB of 1.00 GiB"
 
 
 def test_a_window_says_what_is_beside_its_loss() -> None:
     outputs: dict[str, Any] = {"accuracy": 0.95312, "losses": torch.ones(2), "n": 1e6}
     assert state_text(report(2, outputs=outputs)) == (
-        "loss 1.0000, accuracy 0.9531, n 1e+06, micro-batches 4 x 2, memory 2.00 MiB of 1.00 GiB"
+        "loss 1.0000, accuracy 0.9531, n 1e+06, split 4 x 2, 2.00 MiB of 1.00 GiB"
     )
     many = {f"m{n}": float(n) for n in range(6)}
     assert state_text(report(2, outputs=many)).startswith(

@@ -33,13 +33,8 @@ def test_progress_is_told_at_most_every_so_often(clock: ManualClock, caplog: pyt
         clock.advance(1.0)
     assert [record.getMessage().split(":")[0] for record in caplog.records] == ["step 1", "step 11", "step 21"]
     first, second, _ = (record.getMessage() for record in caplog.records)
-    assert (
-        first == "step 1: 8 of 400 samples, loss 2.0000, micro-batches 4 x 2, memory 1.00 MiB of 1.00 GiB, 8 samples/s"
-    )
-    assert (
-        second
-        == "step 11: 88 of 400 samples, loss 0.1818, micro-batches 4 x 2, memory 11.00 MiB of 1.00 GiB, 8 samples/s"
-    )
+    assert first == "step 1: 8 of 400 samples, loss 2.0000, split 4 x 2, 1.00 MiB of 1.00 GiB, 8 samples/s"
+    assert second == "step 11: 88 of 400 samples, loss 0.1818, split 4 x 2, 11.00 MiB of 1.00 GiB, 8 samples/s"
 
 
 def test_events_are_told_as_they_come(clock: ManualClock, caplog: pytest.LogCaptureFixture) -> None:

@@ -63,7 +63,7 @@ def test_the_bar_shows_loss_speed_micro_batches_and_memory(shown: Any) -> None:
     bar = shown(started(), *WINDOWS, FINISHED)[0]
     assert bar.startswith("100%|")
     assert re.search(r"\| 20/20 \[00:00<00:00, +\d+\.\d+ samples/s, ", bar)
-    assert bar.endswith(", loss 0.6667, micro-batches 2 x 2, memory 3.00 MiB of 1.00 GiB]")
+    assert bar.endswith(", loss 0.6667, split 2 x 2, 3.00 MiB of 1.00 GiB]")
 
 
 def test_the_bar_advances_by_the_samples_of_each_window(shown: Any) -> None:
@@ -120,7 +120,7 @@ def test_a_bar_that_is_switched_off_by_the_environment_says_nothing(
 
 
 def test_uneven_micro_batches_are_shown_as_a_range(shown: Any) -> None:
-    assert ", micro-batches 2-3 x 3, " in shown(started(), WINDOWS[0], FINISHED)[0]
+    assert ", split 2-3 x 3, " in shown(started(), WINDOWS[0], FINISHED)[0]
 
 
 def test_the_summary_tells_counts_losses_plan_replays_and_peak(shown: Any) -> None:

@@ -107,4 +107,6 @@ def test_the_range_of_whole_numbers_is_told_where_there_is_one() -> None:
     error = IndexError("index out of range in self")
     batch = [torch.tensor([[4, 9]], dtype=torch.uint8), torch.zeros(0, dtype=torch.int64), torch.tensor([True])]
     tell_micro_batch(error, lambda: batch, of_window(0, 1, 1))
-    assert error.__notes__ == ["autoaccum was running the step's one sample, of shapes (1, 2) from 4 to 9, (0,), (1,)."]
+    assert error.__notes__ == [
+        "autoaccum was running the step's one sample, of shapes (1, 2) with values 4 to 9, (0,), (1,)."
+    ]
