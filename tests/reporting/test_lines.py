@@ -110,7 +110,7 @@ def test_a_window_says_what_is_beside_its_loss() -> None:
     )
     many = {f"m{n}": float(n) for n in range(6)}
     assert state_text(report(2, outputs=many)).startswith(
-        "loss 1.0000, m0 0, m1 1, m2 2, m3 3, ..., micro-batches 4 x 2"
+        "loss 1.0000, m0 0, m1 1, m2 2, m3 3, ..., split 4 x 2"
     )
 
 

@@ -20,7 +20,7 @@ def test_an_error_of_the_users_code_is_told_with_its_micro_batch() -> None:
     tell_micro_batch(error, lambda: ["a"], of_window(3, 1, 4))
     assert error.__notes__ == [
         "autoaccum had split the step's 8 samples and was running a micro-batch of 2 (samples 4 to 5), of shapes (2, 3), "
-        "(2,) from -1 to 7. The full batch differs in the number of samples only.",
+        "(2,) with values -1 to 7. The full batch differs in the number of samples only.",
         "autoaccum was running the step's one sample, of shapes (1, 0), (1, 1), (1, 2), (1, 3), (1, 4), (1, 5), and 3 "
         "more.",
         "autoaccum had split the step's 4 samples and was running a micro-batch of 1 (sample 3). The full batch differs "
