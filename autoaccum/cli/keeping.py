@@ -17,8 +17,9 @@ from typing import TYPE_CHECKING, Any
 from tqdm.auto import tqdm
 
 from autoaccum.errors import ArgumentError
-from autoaccum.events import Record, Saved, Validated
+from autoaccum.events import Record, Saved
 from autoaccum.memory import clock
+from autoaccum.runs.manifests import manifests
 from autoaccum.training.recipes import name_of
 
 if TYPE_CHECKING:  # it takes torch with it
@@ -48,7 +49,7 @@ class Kept:
     """Whether the directory was made here, so that nobody knows of it yet."""
     more: Sequence[str] = ()
     """What the command that resumes has to say beside what was typed."""
-    _is_validated: bool = False
+    _has_best: bool = False
     _step: int = 0
     ended: str = ""
     """How the run has ended, as ``FitResult`` has it; empty where an error ended it."""
@@ -81,7 +82,8 @@ class Kept:
             self.resume_command = _command([*_without(typed.get(), _BUDGETS), *more], os.fspath(self.path), self.more)
         if self.ended != "interrupted" and self.state:
             self.resume_command = None
-        self._is_validated = any(isinstance(event, Validated) for event in result.events)
+        # Validations whose losses were all NaN leave no best checkpoint.
+        self._has_best = self.path is not None and any(one.is_best for one in manifests(Path(self.path)))
         self._step = result.num_steps
 
     def lines(self) -> list[str]:
@@ -93,7 +95,7 @@ class Kept:
             lines.append(f"saved: {place}")
             if self.resume_command is not None:
                 lines.append(f"resume: {self.resume_command}")
-            elif self._is_validated and self.ended != "diverged":
+            elif self._has_best and self.ended != "diverged":
                 lines.append(f"weights: autoaccum.load_best({place!r}, model)")
             elif self.ended != "diverged" and os.path.exists(weights):
                 lines.append(f"weights: model.load_state_dict(safetensors.torch.load_file({weights!r}))")

@@ -137,11 +137,14 @@ def test_it_says_how_the_run_ended_and_so_does_the_summary(
         )
 
 
-def test_a_validation_alone_may_tell_that_it_diverged() -> None:
+def test_a_validation_loss_alone_is_no_divergence(capsys: pytest.CaptureFixture[str]) -> None:
     inputs, targets = classes(4)
     data = torch.full_like(inputs, torch.inf), targets
-    result = run(validation_data=data)
-    assert (result.ended, result.divergence) == ("diverged", "the validation loss is nan")
+    result = run(validation_data=data, progress=True)
+    assert (result.ended, result.divergence) == ("finished", "")
+    done, losses, _ = capsys.readouterr().err.splitlines()[-3:]
+    assert done.startswith("done: ")
+    assert losses.endswith("; validation nan")
 
 
 @pytest.mark.filterwarnings("ignore:Nothing in window")
