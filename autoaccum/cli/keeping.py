@@ -78,7 +78,10 @@ class Kept:
             self.state = "its data can be read only once"
         elif self.path is not None:
             budget = next((name for name in _BUDGETS if arguments.get(name) is not None), "epochs")
-            more = [f"--{budget}", str(2 * (arguments.get(budget) or 1))]
+            # An earlier command may have trained further than this one asked for.
+            epochs = result.history[-1].epoch + 1 if result.history else 1
+            taken = {"epochs": epochs, "steps": result.num_steps, "samples": result.num_samples}[budget]
+            more = [f"--{budget}", str(2 * max(taken, arguments.get(budget) or 1))]
             self.resume_command = _command([*_without(typed.get(), _BUDGETS), *more], os.fspath(self.path), self.more)
         if self.ended != "interrupted" and self.state:
             self.resume_command = None

@@ -82,6 +82,24 @@ def test_the_command_that_resumes_has_twice_the_budget(
     assert resumed(resume, capsys) == (steps[0], list(range(1, steps[1] + 1)))
 
 
+@pytest.mark.filterwarnings("ignore:The run in")
+@pytest.mark.parametrize(
+    ("smaller", "more", "steps"),
+    [(["--epochs", "1"], "--epochs 6", 18), (["--steps=2"], "--steps 16", 16), (["--samples", "8"], "--samples 128", 16)],
+)
+def test_the_command_that_resumes_trains_further_than_any_command_before_it(
+    smaller: list[str], more: str, steps: int, tiny: Callable[..., str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    recipe = tiny("'effective_batch': 8,")
+    assert main(["fit", recipe, *PLAIN, "--steps", "8"]) == 0
+    (place,) = runs()
+    capsys.readouterr()
+    assert main(["fit", recipe, *PLAIN, *smaller, "--run-dir", str(place)]) == 0
+    resume = capsys.readouterr().err.splitlines()[-2]
+    assert f" {more} " in resume
+    assert resumed(resume, capsys) == (8, list(range(1, steps + 1)))
+
+
 def test_a_recipe_that_begins_again_each_time_is_resumed_all_the_same(
     tiny: Callable[..., str], capsys: pytest.CaptureFixture[str]
 ) -> None:
