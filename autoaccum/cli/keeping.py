@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from contextvars import ContextVar
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -20,7 +20,7 @@ from autoaccum.errors import ArgumentError
 from autoaccum.events import Record, Saved
 from autoaccum.memory import clock
 from autoaccum.runs.manifests import manifests
-from autoaccum.training.recipes import name_of
+from autoaccum.training.recipes import module_and_function, name_of, passed
 
 if TYPE_CHECKING:  # it takes torch with it
     from autoaccum.training.result import FitResult
@@ -45,11 +45,14 @@ class Kept:
     """What goes on with the run: of a finished one with twice its budget. None where no command does."""
     report_command: str | None
     """What draws it."""
+    recipe: str = ""
+    """As it was typed."""
     is_new: bool = False
     """Whether the directory was made here, so that nobody knows of it yet."""
     more: Sequence[str] = ()
     """What the command that resumes has to say beside what was typed."""
     _has_best: bool = False
+    _settings: Mapping[str, Any] = field(default_factory=dict)
     _step: int = 0
     ended: str = ""
     """How the run has ended, as ``FitResult`` has it; empty where an error ended it."""
@@ -87,7 +90,7 @@ class Kept:
             self.resume_command = None
         # Validations whose losses were all NaN leave no best checkpoint.
         self._has_best = self.path is not None and any(one.is_best for one in manifests(Path(self.path)))
-        self._step = result.num_steps
+        self._step, self._settings = result.num_steps, passed.get()
 
     def lines(self) -> list[str]:
         """Return what is said of it at the end of a run; the last one says how it has ended, if not as was asked."""
@@ -99,9 +102,9 @@ class Kept:
             if self.resume_command is not None:
                 lines.append(f"resume: {self.resume_command}")
             elif self._has_best and self.ended != "diverged":
-                lines.append(f"weights: autoaccum.load_best({place!r}, model)")
+                lines.append(f"weights: {_loading(self.recipe, self._settings, best_of=place)}")
             elif self.ended != "diverged" and os.path.exists(weights):
-                lines.append(f"weights: model.load_state_dict(safetensors.torch.load_file({weights!r}))")
+                lines.append(f"weights: {_loading(self.recipe, self._settings, file=weights)}")
             lines.append(f"report: {self.report_command}")
         # Where nothing is kept, what else there is to say is about going on.
         if self.state and (lines or self.ended in ("interrupted", "diverged")):
@@ -136,7 +139,7 @@ def keeping(recipe: str, arguments: Mapping[str, Any], *, json: bool) -> Iterato
     if is_new:
         run_dir = made = _of_all_ranks(lambda: _made(base, name_of(recipe)), arguments)
     # What a recipe says of it holds for the command, too.
-    kept = _kept(run_dir, is_new=is_new, more=["--resume", "auto"] if arguments.get("resume") is False else [])
+    kept = _kept(recipe, run_dir, is_new=is_new, more=["--resume", "auto"] if arguments.get("resume") is False else [])
     try:
         yield kept
     except BaseException as error:
@@ -153,14 +156,45 @@ def keeping(recipe: str, arguments: Mapping[str, Any], *, json: bool) -> Iterato
         _say(kept)
 
 
-def _kept(run_dir: Any, *, is_new: bool, more: Sequence[str]) -> Kept:
+def _kept(recipe: str, run_dir: Any, *, is_new: bool, more: Sequence[str]) -> Kept:
     """Return what there is to say of a run in that directory."""
     # Commands are made here and not where they are printed: lines and JSON have the same.
     if run_dir is None:
         return Kept(path=None, resume_command=None, report_command=None)
     report = shlex.join(["autoaccum", "report", os.fspath(run_dir)])
     goes_on = _command(typed.get(), os.fspath(run_dir), more)
-    return Kept(path=run_dir, resume_command=goes_on, report_command=report, is_new=is_new, more=more)
+    return Kept(path=run_dir, resume_command=goes_on, report_command=report, recipe=recipe, is_new=is_new, more=more)
+
+
+def _loading(recipe: str, settings: Mapping[str, Any], *, best_of: str = "", file: str = "") -> str:
+    """Return a line of Python that makes the recipe's model and loads weights into it.
+
+    Args:
+        recipe: as it was typed.
+        settings: what its function was called with, where that differs from its defaults.
+        best_of: the run's directory; its best weights are loaded.
+        file: the file of weights to load, where there is no best.
+
+    >>> _loading("a.py", {}, best_of="runs/a")
+    "import autoaccum; model = autoaccum.load_best('runs/a', 'a.py')"
+    >>> _loading("a.b:small", {"width": 8}, best_of="runs/a")
+    "import autoaccum; from a.b import small; model = autoaccum.load_best('runs/a', small(width=8)['model'])"
+    """
+    if best_of and not settings:
+        return f"import autoaccum; model = autoaccum.load_best({best_of!r}, {recipe!r})"
+    target, function, is_file = module_and_function(recipe)
+    given = ", ".join(f"{name}={value!r}" for name, value in settings.items())
+    if is_file:
+        # The recipe may import what lies next to it; the current folder is on the path already.
+        folder = os.path.dirname(target)
+        path = f"import sys; sys.path.insert(0, {folder!r}); " if folder else ""
+        imports, made = f"{path}import runpy", f"runpy.run_path({target!r})[{function!r}]({given})['model']"
+    else:
+        imports, made = f"from {target} import {function}", f"{function}({given})['model']"
+    if best_of:
+        return f"import autoaccum; {imports}; model = autoaccum.load_best({best_of!r}, {made})"
+    load = f"model.load_state_dict(safetensors.torch.load_file({file!r}))"
+    return f"import safetensors.torch; {imports}; model = {made}; {load}"
 
 
 def _command(words: Sequence[str], run_dir: str, more: Sequence[str] = ()) -> str:

@@ -185,7 +185,7 @@ def _load(run: Run, best: Best | None) -> Load | None:
         if one.is_best:
             which = "the best validation" if best is not None and best.step == one.step else "the best checkpoint"
             effect = f"Loads the weights of step {one.step:,}, {which}."
-            return Load(text=f"autoaccum.load_best({place}, model)", effect=effect)
+            return Load(text=f"import autoaccum; autoaccum.load_best({place}, model)", effect=effect)
     if not found:
         return None
     # A finished run has nothing to resume, and a notebook has no command.
@@ -198,7 +198,7 @@ def _load(run: Run, best: Best | None) -> Load | None:
     if not weights.is_file():  # several ranks wrote it in parts
         return None
     file = json.dumps(str(weights), ensure_ascii=False)
-    text = f"model.load_state_dict(safetensors.torch.load_file({file}))"
+    text = f"import safetensors.torch; model.load_state_dict(safetensors.torch.load_file({file}))"
     return Load(text=text, effect=f"Loads the weights of step {last.step:,}, the last checkpoint.")
 
 
