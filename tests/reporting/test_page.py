@@ -17,7 +17,6 @@ import pytest
 
 pytest.importorskip("matplotlib")
 
-import safetensors.torch
 import torch
 from torch.nn.functional import cross_entropy
 
