@@ -184,7 +184,7 @@ def as_file_name(text: str) -> str:
 
 
 def module_and_function(recipe: str) -> tuple[str, str, bool]:
-    """Return what to import, the function's name and whether it is in a file; a path may have a colon (``C:\\file.py``)."""
+    """Return the file or module of a recipe, its function, and whether it is a file; a path may have a colon."""
     # From the right: what follows the last colon is a function only if it could be a name.
     target, colon, function = recipe.rpartition(":")
     if not (colon and function.isidentifier()):

@@ -177,6 +177,11 @@ def test_the_line_that_loads_the_last_checkpoint_is_run(tmp_path: Path) -> None:
     assert all(torch.equal(a, b) for a, b in zip(model.parameters(), trained.parameters(), strict=True))
 
 
+def test_one_step_is_a_step(tmp_path: Path) -> None:
+    write(tmp_path, report(1))
+    assert " 8 samples in 1 step " in page_of(tmp_path).text
+
+
 def test_a_run_whose_last_loss_was_not_finite_is_not_called_good(tmp_path: Path) -> None:
     write(tmp_path / "run", report(1), report(2, loss=float("nan")), Finished(step=2, reason="budget"))
     page = page_of(tmp_path / "run")

@@ -87,12 +87,12 @@ def test_a_notebook_shows_a_few_facts_of_it_and_not_all_that_it_holds() -> None:
     options = {"effective_batch": 8, "loss_fn": cross_entropy, "device": "cpu"}
     result = autoaccum.fit(mlp(), data, micro_batch=3, progress=False, **options)
     loss = f"{result.history[-1].loss:.6g}"
-    shown = f"ended=finished, num_steps=3, num_samples=20, loss={loss}, plan=2 x 3 + 2, model=Sequential"
+    shown = f"ended=finished, num_steps=3, num_samples=20, loss={loss}, plan=3 x 2 + 2 x 1, model=Sequential"
     assert repr(result) == f"FitResult({shown})"
     assert f"<th>loss</th><td>{loss}</td>" in result._repr_html_()
     probed = autoaccum.probe(mlp(), data, max_micro_batch=4, memory_limit="8GiB", **options)
     assert repr(probed).startswith(f"ProbeReport(max_micro_batch=4, trials={len(probed.trials)}, limit=")
-    assert repr(probed).endswith("plan=2 x 4)")
+    assert repr(probed).endswith("plan=4 x 2)")
     assert "<th>max_micro_batch</th><td>4</td>" in probed._repr_html_()
     checked = autoaccum.check(mlp(), (data[0][:8], data[1][:8]), loss_fn=cross_entropy, device="cpu")
     assert repr(checked) == "<CheckReport: EXACT: split batches have the gradient of the full batch>"
