@@ -248,13 +248,14 @@ def _find(module: ModuleType, target: str, function: str) -> Callable[..., objec
         for name, value in vars(module).items()
         if inspect.isfunction(value) and value.__module__ == module.__name__ and not name.startswith("_")
     ]
-    there = f"is {kind_of(found)}" if hasattr(module, function) else "is not there"
+    other = f": it is {kind_of(found)}" if hasattr(module, function) else ""
     cure = (
         f"Its functions: {', '.join(names)}.{_suggest(function, names)} Pass {target}:FUNCTION."
         if names
-        else f"It has no functions: define {function}(), which returns fit's arguments as a dict."
+        else f"Define one that returns the arguments of fit: def {function}(): "
+        'return {"model": model, "data": data, "loss_fn": loss_fn}'
     )
-    raise RecipeNotFoundError(f"no function {function!r} in the recipe {target}: it {there}. {cure}")
+    raise RecipeNotFoundError(f"{target} has no function {function!r}{other}. {cure}")
 
 
 def checked(arguments: object, recipe: str) -> dict[str, Any]:
