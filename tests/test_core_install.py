@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from autoaccum.cli.app import main
 from autoaccum.errors import MissingExtraError
 
 BLOCKED = """
@@ -114,3 +115,17 @@ for line in ("sweep recipe.py --lr 1e-3:1e-1 --samples 24", "sweep --help", "rep
     assert main(line.split()) == 1, line
 """
     assert without_optuna(script, tmp_path) == f"error: {MissingExtraError('optuna', 'sweep', 'A sweep')}\n" * 3
+
+
+def test_a_mistyped_command_is_suggested_as_with_optuna(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    script = """
+from autoaccum.cli.app import main
+
+sys.stderr = sys.stdout
+for line in ("fti rec.py", "sweeep rec.py --lr 1"):
+    assert main(line.split()) == 2, line
+"""
+    told = without_optuna(script, tmp_path)
+    assert told.startswith('error: Unknown command "fti". Did you mean "fit"?')
+    assert main(["fti", "rec.py"]) == main(["sweeep", "rec.py", "--lr", "1"]) == 2
+    assert told == capsys.readouterr().err

@@ -7,7 +7,8 @@ what runs have recorded.
 
 Exit codes: 0 done; 2 usage; 3 not even one sample fits; 4 stopped by a signal, with a checkpoint written; 130 by
 Ctrl-C where nothing is kept, or by a second one; 141 where nobody read on what was printed; 1 anything else, of ``fit``
-a run that diverged, of ``check`` a gradient that is not exact, or that could not be measured.
+a run that diverged (its training loss is NaN or infinite at the end), of ``check`` a gradient that is not exact, or
+that could not be measured.
 """
 
 from __future__ import annotations

@@ -31,7 +31,7 @@ from autoaccum.cli.printing import (
     study_document,
     study_lines,
 )
-from autoaccum.errors import ArgumentError
+from autoaccum.errors import ArgumentError, MissingExtraError
 from autoaccum.planning import plans
 from autoaccum.runs.past import Past
 from autoaccum.training.recipes import name_of, opened
@@ -57,13 +57,26 @@ def __getattr__(name: str) -> Any:
         return options.command(_fit, options.of_declared(OF_FIT.values()))
     if name == "probe":
         return options.command(_probe, options.of_declared(OF_PROBE.values()))
-    from autoaccum.sweeps.options import OF_SWEEP, PASSED_ON
-
+    try:
+        from autoaccum.sweeps.options import OF_SWEEP, PASSED_ON
+    except MissingExtraError as error:
+        return _without_optuna(error)
     # The recipe is the command's own argument, and --trials its own name; budgets but samples would not be the same
     # for trials of different effective batches.
     own = [argument for argument in OF_SWEEP.values() if argument.name not in ("recipe", "num_trials")]
     of_fit = [argument for argument in PASSED_ON.values() if argument.decides != "budget"]
     return options.command(_sweep, options.of_declared([*own, *of_fit]))
+
+
+def _without_optuna(error: MissingExtraError) -> App:
+    """Return a command that raises the error for any words, because cyclopts loads all to suggest one for a typo."""
+    stub = App(name="sweep", help_flags=(), version_flags=())
+
+    @stub.default
+    def call(*words: Annotated[str, Parameter(allow_leading_hyphen=True)]) -> None:
+        raise error
+
+    return stub
 
 
 def _check(recipe: Recipe, /, *, settings: Settings = None, json: Json = False, **given: Any) -> int:

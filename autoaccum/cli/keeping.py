@@ -10,16 +10,17 @@ import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from contextvars import ContextVar
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tqdm.auto import tqdm
 
 from autoaccum.errors import ArgumentError
-from autoaccum.events import Record, Saved, Validated
+from autoaccum.events import Record, Saved
 from autoaccum.memory import clock
-from autoaccum.training.recipes import name_of
+from autoaccum.runs.manifests import manifests
+from autoaccum.training.recipes import module_and_function, name_of, passed
 
 if TYPE_CHECKING:  # it takes torch with it
     from autoaccum.training.result import FitResult
@@ -44,11 +45,14 @@ class Kept:
     """What goes on with the run: of a finished one with twice its budget. None where no command does."""
     report_command: str | None
     """What draws it."""
+    recipe: str = ""
+    """As it was typed."""
     is_new: bool = False
     """Whether the directory was made here, so that nobody knows of it yet."""
     more: Sequence[str] = ()
     """What the command that resumes has to say beside what was typed."""
-    _is_validated: bool = False
+    _has_best: bool = False
+    _settings: Mapping[str, Any] = field(default_factory=dict)
     _step: int = 0
     ended: str = ""
     """How the run has ended, as ``FitResult`` has it; empty where an error ended it."""
@@ -77,12 +81,16 @@ class Kept:
             self.state = "its data can be read only once"
         elif self.path is not None:
             budget = next((name for name in _BUDGETS if arguments.get(name) is not None), "epochs")
-            more = [f"--{budget}", str(2 * (arguments.get(budget) or 1))]
+            # An earlier command may have trained further than this one asked for.
+            epochs = result.history[-1].epoch + 1 if result.history else 1
+            taken = {"epochs": epochs, "steps": result.num_steps, "samples": result.num_samples}[budget]
+            more = [f"--{budget}", str(2 * max(taken, arguments.get(budget) or 1))]
             self.resume_command = _command([*_without(typed.get(), _BUDGETS), *more], os.fspath(self.path), self.more)
         if self.ended != "interrupted" and self.state:
             self.resume_command = None
-        self._is_validated = any(isinstance(event, Validated) for event in result.events)
-        self._step = result.num_steps
+        # Validations whose losses were all NaN leave no best checkpoint.
+        self._has_best = self.path is not None and any(one.is_best for one in manifests(Path(self.path)))
+        self._step, self._settings = result.num_steps, passed.get()
 
     def lines(self) -> list[str]:
         """Return what is said of it at the end of a run; the last one says how it has ended, if not as was asked."""
@@ -93,10 +101,10 @@ class Kept:
             lines.append(f"saved: {place}")
             if self.resume_command is not None:
                 lines.append(f"resume: {self.resume_command}")
-            elif self._is_validated and self.ended != "diverged":
-                lines.append(f"weights: autoaccum.load_best({place!r}, model)")
+            elif self._has_best and self.ended != "diverged":
+                lines.append(f"weights: {_loading(self.recipe, self._settings, best_of=place)}")
             elif self.ended != "diverged" and os.path.exists(weights):
-                lines.append(f"weights: model.load_state_dict(safetensors.torch.load_file({weights!r}))")
+                lines.append(f"weights: {_loading(self.recipe, self._settings, file=weights)}")
             lines.append(f"report: {self.report_command}")
         # Where nothing is kept, what else there is to say is about going on.
         if self.state and (lines or self.ended in ("interrupted", "diverged")):
@@ -131,7 +139,7 @@ def keeping(recipe: str, arguments: Mapping[str, Any], *, json: bool) -> Iterato
     if is_new:
         run_dir = made = _of_all_ranks(lambda: _made(base, name_of(recipe)), arguments)
     # What a recipe says of it holds for the command, too.
-    kept = _kept(run_dir, is_new=is_new, more=["--resume", "auto"] if arguments.get("resume") is False else [])
+    kept = _kept(recipe, run_dir, is_new=is_new, more=["--resume", "auto"] if arguments.get("resume") is False else [])
     try:
         yield kept
     except BaseException as error:
@@ -148,14 +156,45 @@ def keeping(recipe: str, arguments: Mapping[str, Any], *, json: bool) -> Iterato
         _say(kept)
 
 
-def _kept(run_dir: Any, *, is_new: bool, more: Sequence[str]) -> Kept:
+def _kept(recipe: str, run_dir: Any, *, is_new: bool, more: Sequence[str]) -> Kept:
     """Return what there is to say of a run in that directory."""
     # Commands are made here and not where they are printed: lines and JSON have the same.
     if run_dir is None:
         return Kept(path=None, resume_command=None, report_command=None)
     report = shlex.join(["autoaccum", "report", os.fspath(run_dir)])
     goes_on = _command(typed.get(), os.fspath(run_dir), more)
-    return Kept(path=run_dir, resume_command=goes_on, report_command=report, is_new=is_new, more=more)
+    return Kept(path=run_dir, resume_command=goes_on, report_command=report, recipe=recipe, is_new=is_new, more=more)
+
+
+def _loading(recipe: str, settings: Mapping[str, Any], *, best_of: str = "", file: str = "") -> str:
+    """Return a line of Python that makes the recipe's model and loads weights into it.
+
+    Args:
+        recipe: as it was typed.
+        settings: what its function was called with, where that differs from its defaults.
+        best_of: the run's directory; its best weights are loaded.
+        file: the file of weights to load, where there is no best.
+
+    >>> _loading("a.py", {}, best_of="runs/a")
+    "import autoaccum; model = autoaccum.load_best('runs/a', 'a.py')"
+    >>> _loading("a.b:small", {"width": 8}, best_of="runs/a")
+    "import autoaccum; from a.b import small; model = autoaccum.load_best('runs/a', small(width=8)['model'])"
+    """
+    if best_of and not settings:
+        return f"import autoaccum; model = autoaccum.load_best({best_of!r}, {recipe!r})"
+    target, function, is_file = module_and_function(recipe)
+    given = ", ".join(f"{name}={value!r}" for name, value in settings.items())
+    if is_file:
+        # The recipe may import what lies next to it; the current folder is on the path already.
+        folder = os.path.dirname(target)
+        path = f"import sys; sys.path.insert(0, {folder!r}); " if folder else ""
+        imports, made = f"{path}import runpy", f"runpy.run_path({target!r})[{function!r}]({given})['model']"
+    else:
+        imports, made = f"from {target} import {function}", f"{function}({given})['model']"
+    if best_of:
+        return f"import autoaccum; {imports}; model = autoaccum.load_best({best_of!r}, {made})"
+    load = f"model.load_state_dict(safetensors.torch.load_file({file!r}))"
+    return f"import safetensors.torch; {imports}; model = {made}; {load}"
 
 
 def _command(words: Sequence[str], run_dir: str, more: Sequence[str] = ()) -> str:

@@ -8,7 +8,6 @@ import os
 import select
 import sys
 import warnings
-from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, redirect_stdout, suppress
 from json import dumps
@@ -18,7 +17,7 @@ from autoaccum._units import format_bytes
 from autoaccum.cli.spelling import as_options
 from autoaccum.errors import AutoaccumWarning, RecipeError
 from autoaccum.planning.costs import Trial, prediction_error
-from autoaccum.planning.plans import Plan
+from autoaccum.planning.plans import Plan, sizes_text
 
 if TYPE_CHECKING:  # they take torch with them, which `plan` and `--help` have no use for
     from pathlib import Path
@@ -106,12 +105,9 @@ def plan_document(plan: Plan) -> dict[str, Any]:
 
 def plan_line(plan: Plan) -> str:
     """Return one line, however many micro-batches there are: ``86 x 1 + 85 x 2 = 256 samples, ...``."""
-    # A window may have thousands of micro-batches, of two sizes at most.
-    counts = sorted(Counter(plan.sizes).items(), reverse=True)
-    cut = " + ".join(f"{size} x {count}" for size, count in counts)
     steps, ranks = plan.accumulation_steps, len(plan.ranks)
     return (
-        f"{cut} = {plan.effective_batch} samples: {steps} accumulation step{'' if steps == 1 else 's'} "
+        f"{sizes_text(plan.sizes)} = {plan.effective_batch} samples: {counted(steps, 'accumulation step')} "
         f"on {f'each of {ranks} ranks' if ranks > 1 else '1 rank'}"
     )
 

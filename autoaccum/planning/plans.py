@@ -8,6 +8,8 @@
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from autoaccum._checks import positive_int
@@ -71,3 +73,13 @@ def plan(effective_batch: int, max_micro_batch: int, world_size: int = 1) -> Pla
     # The first share is the largest.
     steps = -(-shares[0] // max_micro_batch)
     return Plan(ranks=tuple(near_equal(share, min(steps, share)) for share in shares))
+
+
+def sizes_text(sizes: Iterable[int]) -> str:
+    """Return a plan as micro-batch x number, the largest first.
+
+    >>> sizes_text((86, 85, 85))
+    '86 x 1 + 85 x 2'
+    """
+    # A plan may have thousands of micro-batches, of two sizes at most unless samples differ in length.
+    return " + ".join(f"{size} x {count}" for size, count in sorted(Counter(sizes).items(), reverse=True))

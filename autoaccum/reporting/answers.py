@@ -19,6 +19,7 @@ from autoaccum.reporting.plan_changes import (
     batch_range,
     last_reason,
     periods,
+    ran_otherwise,
     replans,
     settled,
     tried_again,
@@ -266,7 +267,9 @@ def _unused(run: Run) -> Answer:
     rank = "" if ranks_of(run) == 1 else " of rank 0"
     if share >= USED:
         return _answer("Is memory left unused?", False, [f"The peak was {share:.0%} of the limit{rank}."])
-    return _answer("Is memory left unused?", True, [f"{1 - share:.0%} of the limit{rank}.", *_advice(run)])
+    return _answer(
+        "Is memory left unused?", True, [f"{1 - share:.0%} of the limit{rank} was never used.", *_advice(run)]
+    )
 
 
 def _advice(run: Run) -> list[str]:
@@ -320,6 +323,10 @@ def _changes(run: Run) -> Answer:
         where = "" if len(alike) == len(changed) else f" in batches of {largest:,} samples"
         text = f"The run re-planned {times(len(changed))}: {listed}{f', and {more} more' if more else ''}"
         sentences.append(f"{text}; from {cut_text(alike[0][0])} to {cut_text(alike[-1][1])}{where}.")
+    otherwise = ran_otherwise(run)
+    if otherwise is not None:
+        number, sizes = otherwise
+        sentences.append(f"The last {many(number, 'step') if number > 1 else 'step'} ran as {cut_text(sizes)}.")
     sentences += _saved(run)
     # Only their number, because a ramp may have thousands.
     if scheduled := len(run.events["Replanned"]["step"]) - len(changed):
@@ -327,7 +334,7 @@ def _changes(run: Run) -> Answer:
         asked, epochs = run.windows["effective_batch"], run.windows["epoch"]
         is_rest = np.append(epochs[1:] != epochs[:-1], True) & (asked < np.append(0, asked[:-1]))
         sentences.append(f"The effective batch changed {times(scheduled)} ({batch_range(asked[~is_rest])}).")
-    is_changed = bool(changed or scheduled or len(plans) > 1 or len(run.events["MemorySaving"]["step"]))
+    is_changed = bool(changed or scheduled or len(plans) > 1 or otherwise or len(run.events["MemorySaving"]["step"]))
     sentences = sentences or ["No plan was settled on."]
     if resumed := len(run.events["Resumed"]["step"]):
         repeated = f"; {many(run.voided, 'step')} ran again" if run.voided else ""

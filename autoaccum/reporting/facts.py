@@ -177,7 +177,10 @@ def _best(run: Run) -> Best | None:
 
 
 def _load(run: Run, best: Best | None) -> Load | None:
-    """Return the line that loads the best checkpoint; without one the command that resumes, or loads the last one."""
+    """Return the line that loads the best checkpoint; without one the command that resumes, or loads the last one.
+
+    A diverged run without a best checkpoint has neither. A run that a callback stopped would stop again at once.
+    """
     found = manifests(run.path)
     place = json.dumps(str(run.path), ensure_ascii=False)
     # The newest best one, which is the one that load_best reads.
@@ -185,21 +188,26 @@ def _load(run: Run, best: Best | None) -> Load | None:
         if one.is_best:
             which = "the best validation" if best is not None and best.step == one.step else "the best checkpoint"
             effect = f"Loads the weights of step {one.step:,}, {which}."
-            return Load(text=f"autoaccum.load_best({place}, model)", effect=effect)
-    if not found:
+            return Load(text=f"import autoaccum; autoaccum.load_best({place}, model)", effect=effect)
+    # The last weights of a diverged run may be NaN.
+    if not found or has_diverged(run):
         return None
     # A finished run has nothing to resume, and a notebook has no command.
     last = found[0]
     command = run.environment.get("command")
-    if run.finished != "budget" and isinstance(command, str):
+    if run.finished not in ("budget", "stopped") and isinstance(command, str):
         return Load(text=_resuming(command, str(run.path)), effect=f"Resumes from step {last.step:,}.")
     # load_best would refuse: no checkpoint is the best without a validation.
     weights = last.path / "model.safetensors"
     if not weights.is_file():  # several ranks wrote it in parts
         return None
     file = json.dumps(str(weights), ensure_ascii=False)
-    text = f"model.load_state_dict(safetensors.torch.load_file({file}))"
-    return Load(text=text, effect=f"Loads the weights of step {last.step:,}, the last checkpoint.")
+    text = f"import safetensors.torch; model.load_state_dict(safetensors.torch.load_file({file}))"
+    effect = f"Loads the weights of step {last.step:,}, the last checkpoint."
+    if run.finished == "stopped":
+        callback = str(run.events["Finished"]["stopped_by"][-1]) or "The callback that stopped the run"
+        effect += f" {callback} has to allow more steps before the run can resume."
+    return Load(text=text, effect=effect)
 
 
 def _resuming(command: str, run_dir: str) -> str:

@@ -119,8 +119,8 @@ class Narrator:
         # Where lengths differ each window has sizes of its own, and a plan is of a window that may never come.
         sizes = self.plan or self._full.micro_batches
         sizes = self._full.micro_batches if is_by_length(sizes) else sizes
-        is_finite = self._is_finite and isfinite(0.0 if self._validated is None else self._validated.loss)
-        reason = finished.reason if is_finite or finished.reason == "interrupted" else "diverged"
+        # As FitResult has it: a validation loss that is not finite is no divergence.
+        reason = finished.reason if self._is_finite or finished.reason == "interrupted" else "diverged"
         # Of this process: what was trained before a resume took its own time, which nobody has measured here.
         seconds = clock.now() - self._started
         samples = self.last.num_samples

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from autoaccum._units import format_bytes
 from autoaccum._version import __version__
 from autoaccum.memory import clock
-from autoaccum.reporting.amounts import format_rate, format_seconds
+from autoaccum.reporting.amounts import format_rate, format_seconds, many
 from autoaccum.reporting.answers import Answer, twentieth
 from autoaccum.reporting.columns import Run, load_run
 from autoaccum.reporting.facts import Facts, facts_of
@@ -175,7 +175,7 @@ def _what(facts: Facts) -> str:
         facts.name,
         date.lstrip("0"),
         f"on {facts.device}" + (f", {facts.num_ranks} ranks" if facts.num_ranks > 1 else ""),
-        f"{facts.num_samples:,} samples in {facts.num_steps:,} steps",
+        f"{facts.num_samples:,} samples in {many(facts.num_steps, 'step')}",
         f"{format_seconds(facts.seconds)} of training",
     ]
     return " · ".join(filter(None, parts))

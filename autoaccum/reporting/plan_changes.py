@@ -82,6 +82,29 @@ def tried_again(run: Run) -> list[tuple[int, int, tuple[int, ...]]]:
     return found
 
 
+def ran_otherwise(run: Run) -> tuple[int, tuple[int, ...]] | None:
+    """Return (number, sizes) of the last steps if they ran in another plan than the last one recorded; else None.
+
+    A resumed run may continue in another plan without recording it. Only full batches of equal samples are compared.
+    """
+    plans, windows = settled(run), run.windows
+    if not plans or is_by_length(plans[-1][1]) or len(run.events["Shared"]["step"]):
+        return None
+    after, sizes, _ = plans[-1]
+    if (run.events["Replanned"]["step"] > after).any():  # reported as a re-plan
+        return None
+    is_full = (windows["step"] > after) & (windows["effective_batch"] == sum(sizes))
+    largest, number = windows["micro_batch"][is_full], windows["accumulation_steps"][is_full]
+    # Samples that differ in length are split unequally, each step in its own way.
+    if not len(largest) or (largest != -(-sum(sizes) // number)).any():
+        return None
+    differs = number != number[-1]
+    count = len(number) - (int(np.flatnonzero(differs)[-1]) + 1 if differs.any() else 0)
+    size, more = divmod(sum(sizes), int(number[-1]))
+    ran = (size + 1,) * more + (size,) * (int(number[-1]) - more)
+    return None if ran == sizes else (count, ran)
+
+
 def periods(run: Run) -> list[Period]:
     """Return how windows were to be cut, in order; a prediction stands for as long as its micro-batch is planned."""
     steps = run.windows["step"]

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from html import escape
-from itertools import groupby
 
 Facts = dict[str, object]
 """What is shown, by its name."""
@@ -27,14 +25,3 @@ def as_table(title: str, facts: Facts) -> str:
     """
     rows = "".join(f"<tr><th>{escape(name)}</th><td>{escape(str(value))}</td></tr>" for name, value in facts.items())
     return f"<table><caption>{escape(title)}</caption>{rows}</table>"
-
-
-def sizes_text(sizes: Iterable[int]) -> str:
-    """Return the sizes of micro-batches, those in a row that are alike as one.
-
-    >>> sizes_text((86, 85, 85))
-    '86 + 2 x 85'
-    """
-    # Windows may have thousands, and all but the first few are alike.
-    runs = [(size, len(list(alike))) for size, alike in groupby(sizes)]
-    return " + ".join(f"{count} x {size}" if count > 1 else str(size) for size, count in runs)

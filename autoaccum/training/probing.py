@@ -31,11 +31,11 @@ from autoaccum.planning.attempts import Piece, Reading
 from autoaccum.planning.costs import MemoryModel, TimeModel, Trial, fit_time_model
 from autoaccum.planning.cuts import cut
 from autoaccum.planning.limits import Limits
-from autoaccum.planning.plans import Plan, plan
+from autoaccum.planning.plans import Plan, plan, sizes_text
 from autoaccum.planning.schedules import Progress, Schedule
 from autoaccum.planning.search import FEW_SIZES_FIRST
 from autoaccum.planning.trials import Trials
-from autoaccum.reporting.shown import Facts, as_line, as_table, sizes_text
+from autoaccum.reporting.shown import Facts, as_line, as_table
 from autoaccum.training.alone import Ranks, only_run, refuse_ranks
 from autoaccum.training.declarations import check
 from autoaccum.training.lazy import build_lazy_layers

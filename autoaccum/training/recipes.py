@@ -81,8 +81,7 @@ def imported(recipe: str, parameters: Mapping[str, Any] | None = None) -> Iterat
         RecipeNotFoundError: there is no such file, module or function.
         RecipeRaised: the recipe's own code raised.
     """
-    target, function = _split(recipe)
-    is_file = target.endswith(".py") or "/" in target or os.sep in target
+    target, function, is_file = module_and_function(recipe)
     # For a module it is the current folder: python -m has it on the path, the console script has not.
     folder = str(Path(target).resolve().parent if is_file else Path.cwd())
     name = _free_name(Path(target).stem) if is_file else target
@@ -184,11 +183,13 @@ def as_file_name(text: str) -> str:
     return re.sub(r"[^\w-]+", "-", text).strip("-")
 
 
-def _split(recipe: str) -> tuple[str, str]:
-    """Return what to import and the function's name; a colon may also stand in a path (``C:\\file.py``)."""
+def module_and_function(recipe: str) -> tuple[str, str, bool]:
+    """Return the file or module of a recipe, its function, and whether it is a file; a path may have a colon."""
     # From the right: what follows the last colon is a function only if it could be a name.
     target, colon, function = recipe.rpartition(":")
-    return (target, function) if colon and function.isidentifier() else (recipe.removesuffix(":"), "recipe")
+    if not (colon and function.isidentifier()):
+        target, function = recipe.removesuffix(":"), "recipe"
+    return target, function, target.endswith(".py") or "/" in target or os.sep in target
 
 
 def _free_name(stem: str) -> str:
@@ -247,13 +248,14 @@ def _find(module: ModuleType, target: str, function: str) -> Callable[..., objec
         for name, value in vars(module).items()
         if inspect.isfunction(value) and value.__module__ == module.__name__ and not name.startswith("_")
     ]
-    there = f"is {kind_of(found)}" if hasattr(module, function) else "is not there"
+    other = f": it is {kind_of(found)}" if hasattr(module, function) else ""
     cure = (
         f"Its functions: {', '.join(names)}.{_suggest(function, names)} Pass {target}:FUNCTION."
         if names
-        else f"It has no functions: define {function}(), which returns fit's arguments as a dict."
+        else f"Define one that returns the arguments of fit: def {function}(): "
+        'return {"model": model, "data": data, "loss_fn": loss_fn}'
     )
-    raise RecipeNotFoundError(f"no function {function!r} in the recipe {target}: it {there}. {cure}")
+    raise RecipeNotFoundError(f"{target} has no function {function!r}{other}. {cure}")
 
 
 def checked(arguments: object, recipe: str) -> dict[str, Any]:

@@ -11,9 +11,9 @@ from typing import Literal
 import torch
 from torch import nn
 
-from autoaccum.events import Event, Finished, StepReport, StepSkipped, Validated
-from autoaccum.planning.plans import Plan
-from autoaccum.reporting.shown import Facts, as_line, as_table, sizes_text
+from autoaccum.events import Event, Finished, StepReport, StepSkipped
+from autoaccum.planning.plans import Plan, sizes_text
+from autoaccum.reporting.shown import Facts, as_line, as_table
 
 Ended = Literal["finished", "interrupted", "stopped", "diverged"]
 """How a run has ended; an error of it is raised."""
@@ -55,22 +55,22 @@ class FitResult:
 
     @property
     def ended(self) -> Ended:
-        """How the run ended: its budget was spent (finished), a signal or a callback ended it, or its loss diverged."""
+        """``finished`` (the budget was spent), ``interrupted`` (a signal), ``stopped`` (a callback) or ``diverged``."""
         if (reason := self._reason) == "interrupted":
             return "interrupted"
         return "diverged" if self.divergence else "stopped" if reason == "stopped" else "finished"
 
     @property
     def divergence(self) -> str:
-        """What the loss is that is not finite any more, and since which step; empty where it is finite."""
-        validated = next((event for event in reversed(self.events) if isinstance(event, Validated)), None)
-        # A window whose step was skipped has changed nothing: none of its samples counts, or its gradient overflowed.
+        """The training loss of the last step and since when it is NaN or infinite; empty if it is finite.
+
+        Skipped steps and validation do not count.
+        """
+        # A skipped step has changed nothing: none of its samples counts, or its gradient overflowed.
         skipped = {event.step for event in self.events if isinstance(event, StepSkipped)}
         stepped = (report for report in reversed(self.history) if report.step not in skipped)
         if tail := list(takewhile(lambda report: not math.isfinite(report.loss), stepped)):
             return f"the loss is {tail[0].loss} since step {tail[-1].step}"
-        if validated is not None and not math.isfinite(validated.loss):
-            return f"the validation loss is {validated.loss}"
         return ""
 
     @property

@@ -3,6 +3,8 @@
 import json
 import os
 import shlex
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,7 +13,6 @@ import pytest
 import safetensors.torch
 import torch
 
-import autoaccum
 from autoaccum.cli.app import main
 from autoaccum.cli.keeping import RUNS
 from autoaccum.memory.clock import ManualClock, using
@@ -82,6 +83,28 @@ def test_the_command_that_resumes_has_twice_the_budget(
     assert resumed(resume, capsys) == (steps[0], list(range(1, steps[1] + 1)))
 
 
+@pytest.mark.filterwarnings("ignore:The run in")
+@pytest.mark.parametrize(
+    ("smaller", "more", "steps"),
+    [
+        (["--epochs", "1"], "--epochs 6", 18),
+        (["--steps=2"], "--steps 16", 16),
+        (["--samples", "8"], "--samples 128", 16),
+    ],
+)
+def test_the_command_that_resumes_trains_further_than_any_command_before_it(
+    smaller: list[str], more: str, steps: int, tiny: Callable[..., str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    recipe = tiny("'effective_batch': 8,")
+    assert main(["fit", recipe, *PLAIN, "--steps", "8"]) == 0
+    (place,) = runs()
+    capsys.readouterr()
+    assert main(["fit", recipe, *PLAIN, *smaller, "--run-dir", str(place)]) == 0
+    resume = capsys.readouterr().err.splitlines()[-2]
+    assert f" {more} " in resume
+    assert resumed(resume, capsys) == (8, list(range(1, steps + 1)))
+
+
 def test_a_recipe_that_begins_again_each_time_is_resumed_all_the_same(
     tiny: Callable[..., str], capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -99,14 +122,79 @@ def test_a_run_that_its_scheduler_ends_is_complete_and_its_weights_load(
     *_, kept, weights, _, end = capsys.readouterr().err.splitlines()
     assert kept == f"saved: {place}"
     file = str(place / "checkpoints" / "step-00000003" / "model.safetensors")
-    load = f"model.load_state_dict(safetensors.torch.load_file({file!r}))"
-    assert weights == f"weights: {f'autoaccum.load_best({str(place)!r}, model)' if validated else load}"
     assert end == "finished: its lr_scheduler has ended (a longer run begins again, in a new run_dir)"
     assert main(["fit", tiny(f"'effective_batch': 8, 'lr_scheduler': {scheduler},"), *PLAIN, "--run-dir", "none"]) == 0
     assert "lr_scheduler" not in capsys.readouterr().err
-    model = torch.nn.Linear(4, 1)
-    eval(weights.partition(": ")[2], {"autoaccum": autoaccum, "safetensors": safetensors, "model": model})
-    assert torch.equal(model.weight, safetensors.torch.load_file(file)["weight"])
+    pasted: dict[str, Any] = {}
+    exec(weights.partition(": ")[2], pasted)
+    assert torch.equal(pasted["model"].weight, safetensors.torch.load_file(file)["weight"])
+
+
+NEXT_TO_IT = """
+import torch
+from sizes import inputs
+
+def recipe(outputs=1):
+    model = torch.nn.Linear(inputs, outputs)
+    data = torch.randn(24, inputs), torch.randn(24, outputs)
+    scheduler = lambda optimizer, steps: torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, steps)
+    return {{
+        "model": model, "data": data, "loss_fn": torch.nn.functional.mse_loss, "effective_batch": 8,
+        "lr_scheduler": scheduler, {more}
+    }}
+"""
+
+
+@pytest.mark.parametrize(
+    ("validated", "recipe", "given", "line"),
+    [
+        (True, "some/net.py", [], "import autoaccum; model = autoaccum.load_best({place!r}, 'some/net.py')"),
+        (True, "some/net.py:recipe", ["--set", "outputs=3"], None),
+        (True, "some.net", ["--set", "outputs=3"], None),
+        (False, "some/net.py", [], None),
+        (False, "some.net:recipe", [], None),
+    ],
+)
+def test_the_line_that_loads_weights_runs_as_printed(
+    validated: bool,
+    recipe: str,
+    given: list[str],
+    line: str | None,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "some").mkdir()
+    is_file = recipe.startswith("some/")
+    more = "'validation_data': data" if validated else ""
+    source = NEXT_TO_IT.format(more=more).replace("from sizes", f"from {'' if is_file else 'some.'}sizes")
+    (tmp_path / "some" / "net.py").write_text(source)
+    (tmp_path / "some" / "sizes.py").write_text("inputs = 4\n")
+    assert main(["fit", recipe, *given, *PLAIN, "--run-dir", "my 'run'"]) == 0
+    (weights,) = [one for one in capsys.readouterr().err.splitlines() if one.startswith("weights: ")]
+    code = weights.partition(": ")[2]
+    assert line is None or code == line.format(place="my 'run'")
+    shown = f"{code}; print(tuple(model.weight.shape), float(model.weight.detach().sum()))"
+    child = subprocess.run([sys.executable, "-c", shown], capture_output=True, text=True, timeout=600)
+    assert child.returncode == 0, child.stderr
+    file = next((tmp_path / "my 'run'" / "checkpoints").glob("step-00000003*")) / "model.safetensors"
+    trained = safetensors.torch.load_file(file)["weight"]
+    if not validated:
+        assert child.stdout.split(") ")[1] == f"{float(trained.sum())}\n"
+    assert child.stdout.startswith(f"{tuple(trained.shape)} ")
+
+
+def test_a_validation_that_was_nan_leaves_no_best_weights_to_load(
+    tiny: Callable[..., str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    scheduler = "lambda optimizer, steps: torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, steps)"
+    validated = "'validation_data': (torch.full((4, 4), torch.inf), torch.randn(4, 1))"
+    assert main(["fit", tiny(f"'effective_batch': 8, 'lr_scheduler': {scheduler}, {validated},"), *PLAIN]) == 0
+    (weights,) = [one for one in capsys.readouterr().err.splitlines() if one.startswith("weights: ")]
+    pasted: dict[str, Any] = {}
+    exec(weights.partition(": ")[2], pasted)
+    assert pasted["model"].weight.isfinite().all()
 
 
 def test_a_run_that_ctrl_c_has_ended_resumes_as_it_says(
@@ -284,12 +372,15 @@ def test_a_run_that_a_callback_has_ended_says_so(tiny: Callable[..., str], capsy
         "import autoaccum\ndef stop(record):\n    if getattr(record, 'loss', None) and record.step == 2:\n"
         "        raise autoaccum.StopTraining\n"
     )
-    assert main(["fit", tiny("'effective_batch': 8, 'callbacks': [stop],", top=top), *PLAIN]) == 0
+    recipe = tiny("'effective_batch': 8, 'callbacks': [stop],", top=top)
+    assert main(["fit", recipe, *PLAIN]) == 0
     (place,) = runs()
     file = str(place / "checkpoints" / "step-00000002" / "model.safetensors")
     assert capsys.readouterr().err.splitlines()[-4:] == [
         f"saved: {place}",
-        f"weights: model.load_state_dict(safetensors.torch.load_file({file!r}))",
+        f"weights: import safetensors.torch; import sys; sys.path.insert(0, {str(Path(recipe).parent)!r}); import runpy; "
+        f"model = runpy.run_path({recipe!r})['recipe']()['model']; "
+        f"model.load_state_dict(safetensors.torch.load_file({file!r}))",
         f"report: autoaccum report {place}",
         "stopped: by a callback, which has to allow more steps before the run can resume",
     ]

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from autoaccum.errors import ArgumentError, ArgumentTypeError
-from autoaccum.planning.plans import plan
+from autoaccum.planning.plans import plan, sizes_text
 
 SIZES = st.integers(1, 10_000)
 
@@ -65,3 +65,10 @@ def test_imports_no_torch() -> None:
 def test_a_plan_that_nobody_could_hold_is_refused(numbers: tuple[int, ...]) -> None:
     with pytest.raises(ArgumentError, match="max_micro_batch=.*: expected a plan of at most 10,000,000 micro-batches"):
         plan(*numbers)
+
+
+def test_a_plan_as_text_is_micro_batch_x_number() -> None:
+    assert sizes_text((32,) * 4) == "32 x 4"
+    assert sizes_text((3, 3, 2)) == "3 x 2 + 2 x 1"
+    assert sizes_text((3, 3, 2, 3)) == "3 x 3 + 2 x 1"
+    assert sizes_text(()) == ""

@@ -268,13 +268,24 @@ def test_of_several_ranks_it_is_said_what_is_rank_0s(of: Any) -> None:
     why = "the prediction covers rank 0's plan, and steps hold the micro-batches of all ranks"
     assert answer(facts, "predicted well") == (f"Not measured: {why}.", None)
     assert answer(facts, "plan change")[0].endswith("after 1 step (r). These are the plans of rank 0.")
-    assert answer(facts, "unused")[0].startswith("Yes: 100% of the limit of rank 0.")
+    assert answer(facts, "unused")[0].startswith("Yes: 100% of the limit of rank 0 was never used.")
 
 
 def test_nothing_changed(of: Any) -> None:
     assert answer(of(report(1)), "plan change")[0] == "No: no plan was settled on."
     given = "No: the run settled on 4 x 2 before the first step (micro_batch is set)."
     assert answer(of(planned(4, 4, step=0, reason="micro_batch is set")), "plan change")[0] == given
+
+
+def test_steps_of_a_resumed_run_in_another_plan_are_a_change(of_new: Any) -> None:
+    begun = (planned(4, 4, step=0), report(1), report(2, (3,)), Resumed(step=2, num_samples=16, checkpoint="c"))
+    told = answer(of_new(*begun, report(3, (8,)), report(4, (8,)), report(5, (3,))), "plan change")[0]
+    assert told == (
+        "Yes: the run settled on 4 x 2 before the first step (r). The last 2 steps ran as 8 x 1. The run resumed once."
+    )
+    assert "The last step ran as 2-3 x 3." in answer(of_new(*begun, report(3, (3, 3, 2))), "plan change")[0]
+    assert answer(of_new(*begun, report(3), report(4, (3,))), "plan change")[0].startswith("No: ")
+    assert answer(of_new(*begun, report(3, (2, 6))), "plan change")[0].startswith("No: "), "split by length"
 
 
 def test_how_memory_was_saved_is_told(of: Any) -> None:
@@ -367,27 +378,28 @@ def test_a_run_whose_last_loss_is_not_finite_diverged(of: Any) -> None:
     [
         (
             (8,), "the full batch fits", 0.02,
-            "Yes: 98% of the limit. The full batch fits in one micro-batch. To use more memory, raise effective_batch or "
-            "train a larger model.",
+            "Yes: 98% of the limit was never used. The full batch fits in one micro-batch. To use more memory, raise "
+            "effective_batch or train a larger model.",
         ),
         (
             (4, 4), "larger micro-batches are no faster", 0.3,
-            "Yes: 70% of the limit. Larger micro-batches are no faster, so there is nothing to gain.",
+            "Yes: 70% of the limit was never used. Larger micro-batches are no faster, so there is nothing to gain.",
         ),
         (
             (4, 4), "larger micro-batches do not fit", 0.7,
-            "Yes: 30% of the limit. Larger micro-batches do not fit, so there is nothing to gain.",
+            "Yes: 30% of the limit was never used. Larger micro-batches do not fit, so there is nothing to gain.",
         ),
         (
             (4, 4), "max_micro_batch is reached", 0.3,
-            "Yes: 70% of the limit. max_micro_batch limits the micro-batch; raise it to use more memory.",
+            "Yes: 70% of the limit was never used. max_micro_batch limits the micro-batch; raise it to use more memory.",
         ),
         (
             (4, 4), "micro_batch is set", 0.3,
-            'Yes: 70% of the limit. micro_batch is set; micro_batch="auto" searches for the fastest size that fits.',
+            'Yes: 70% of the limit was never used. micro_batch is set; micro_batch="auto" searches for the fastest size '
+            "that fits.",
         ),
-        ((4, 4), "it rains", 0.3, "Yes: 70% of the limit. The reason for the last plan: it rains."),
-        ((4, 4), None, 0.3, "Yes: 70% of the limit. The search for the micro-batch has not ended."),
+        ((4, 4), "it rains", 0.3, "Yes: 70% of the limit was never used. The reason for the last plan: it rains."),
+        ((4, 4), None, 0.3, "Yes: 70% of the limit was never used. The search for the micro-batch has not ended."),
         ((8,), "the full batch fits", 0.85, "No: the peak was 85% of the limit."),
     ],
 )  # fmt: skip

@@ -8,6 +8,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import safetensors.torch
+import torch
 
 from autoaccum.events import Finished, Record
 from autoaccum.reporting import load_run, write_json
@@ -116,5 +118,35 @@ def test_without_a_best_checkpoint_a_run_is_resumed_or_its_last_is_loaded(of: An
     (last / "model.safetensors").touch()
     load = of(Finished(step=3, reason="budget")).load
     assert load is not None
-    assert load.text == f'model.load_state_dict(safetensors.torch.load_file("{last / "model.safetensors"}"))'
+    model = torch.nn.Linear(1, 1)
+    safetensors.torch.save_file({"weight": torch.ones(1, 1), "bias": torch.zeros(1)}, last / "model.safetensors")
+    exec(load.text, {"model": model})
+    assert model.weight == 1
     assert load.effect == "Loads the weights of step 3, the last checkpoint."
+
+
+def test_a_diverged_run_shows_no_command_but_its_best_weights(of: Any, tmp_path: Path) -> None:
+    last = checkpoint(tmp_path / "run", 2, is_best=False)
+    (last / "model.safetensors").touch()
+    write_json(tmp_path / "run" / "environment.json", {"command": "autoaccum fit a.py"})
+    windows = report(1), report(2, loss=math.nan)
+    assert of(*windows).load is None
+    assert of(Finished(step=2, reason="interrupted")).load is None
+    assert of(Finished(step=2, reason="budget")).load is None
+    checkpoint(tmp_path / "run", 1, is_best=True)
+    assert "autoaccum.load_best(" in of().load.text
+
+
+@pytest.mark.parametrize("stopped_by", ["EarlyStopping", ""])
+def test_a_run_that_a_callback_stopped_shows_its_weights_and_what_resuming_takes(
+    stopped_by: str, of: Any, tmp_path: Path
+) -> None:
+    last = checkpoint(tmp_path / "run", 2, is_best=False)
+    (last / "model.safetensors").touch()
+    write_json(tmp_path / "run" / "environment.json", {"command": "autoaccum fit a.py"})
+    load = of(report(1), report(2), Finished(step=2, reason="stopped", stopped_by=stopped_by)).load
+    assert "load_state_dict(" in load.text
+    assert load.effect == (
+        f"Loads the weights of step 2, the last checkpoint. {stopped_by or 'The callback that stopped the run'} has to "
+        "allow more steps before the run can resume."
+    )

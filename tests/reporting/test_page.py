@@ -17,7 +17,6 @@ import pytest
 
 pytest.importorskip("matplotlib")
 
-import safetensors.torch
 import torch
 from torch.nn.functional import cross_entropy
 
@@ -159,10 +158,10 @@ def test_the_results_and_the_line_that_loads_the_best_stand_above_the_answers(tm
         assert page.texts.index(name) < page.texts.index("Did it stay within memory?")
     assert page.texts[page.texts.index("Best right") + 1] == f"{facts.best.value:.4g}"
     assert f" step {facts.best.step}, epoch {facts.best.epoch}" in page.texts
-    line = page.texts.index(f'autoaccum.load_best("{run_dir}", model)')
+    line = page.texts.index(f'import autoaccum; autoaccum.load_best("{run_dir}", model)')
     assert page.texts[line + 1] == f" Loads the weights of step {facts.best.step}, the best validation."
     model = wide()
-    eval(page.texts[line], {"autoaccum": autoaccum, "model": model})
+    exec(page.texts[line], {"model": model})
     with torch.inference_mode():
         assert right(model(data[0]), data[1]).mean().item() == pytest.approx(facts.best.value)
 
@@ -174,8 +173,13 @@ def test_the_line_that_loads_the_last_checkpoint_is_run(tmp_path: Path) -> None:
     load = write_report([tmp_path]).runs[0].load
     assert load is not None
     model = wide()
-    eval(load.text, {"safetensors": safetensors, "model": model})
+    exec(load.text, {"model": model})
     assert all(torch.equal(a, b) for a, b in zip(model.parameters(), trained.parameters(), strict=True))
+
+
+def test_one_step_is_a_step(tmp_path: Path) -> None:
+    write(tmp_path, report(1))
+    assert " 8 samples in 1 step " in page_of(tmp_path).text
 
 
 def test_a_run_whose_last_loss_was_not_finite_is_not_called_good(tmp_path: Path) -> None:

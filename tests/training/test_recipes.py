@@ -77,14 +77,19 @@ def test_a_missing_function_is_refused_with_those_there_are(write: Callable[...,
     message = refusal(f"{path}:train_smal", RecipeNotFoundError)
     assert "Its functions: train_small, train_large." in message
     assert "Did you mean 'train_small'?" in message
-    assert "no function 'recipe'" in refusal(path, RecipeNotFoundError)
+    assert f"{path} has no function 'recipe'. Its functions: " in refusal(path, RecipeNotFoundError)
+    assert f" Pass {path}:FUNCTION." in message
 
 
 def test_something_that_is_no_function_is_refused(write: Callable[..., str]) -> None:
     message = refusal(write("recipe = {'model': 1, 'data': 2}\n"), RecipeNotFoundError)
     assert "it is a dict" in message
     assert "it is an int" in refusal(write("recipe = 3\n"), RecipeNotFoundError)
-    assert "define recipe()" in message
+    path = write("x = 3\n")
+    assert refusal(path, RecipeNotFoundError) == (
+        f"{path} has no function 'recipe'. Define one that returns the arguments of fit: "
+        'def recipe(): return {"model": model, "data": data, "loss_fn": loss_fn}'
+    )
 
 
 @pytest.mark.parametrize(

@@ -87,12 +87,12 @@ def test_a_notebook_shows_a_few_facts_of_it_and_not_all_that_it_holds() -> None:
     options = {"effective_batch": 8, "loss_fn": cross_entropy, "device": "cpu"}
     result = autoaccum.fit(mlp(), data, micro_batch=3, progress=False, **options)
     loss = f"{result.history[-1].loss:.6g}"
-    shown = f"ended=finished, num_steps=3, num_samples=20, loss={loss}, plan=2 x 3 + 2, model=Sequential"
+    shown = f"ended=finished, num_steps=3, num_samples=20, loss={loss}, plan=3 x 2 + 2 x 1, model=Sequential"
     assert repr(result) == f"FitResult({shown})"
     assert f"<th>loss</th><td>{loss}</td>" in result._repr_html_()
     probed = autoaccum.probe(mlp(), data, max_micro_batch=4, memory_limit="8GiB", **options)
     assert repr(probed).startswith(f"ProbeReport(max_micro_batch=4, trials={len(probed.trials)}, limit=")
-    assert repr(probed).endswith("plan=2 x 4)")
+    assert repr(probed).endswith("plan=4 x 2)")
     assert "<th>max_micro_batch</th><td>4</td>" in probed._repr_html_()
     checked = autoaccum.check(mlp(), (data[0][:8], data[1][:8]), loss_fn=cross_entropy, device="cpu")
     assert repr(checked) == "<CheckReport: EXACT: split batches have the gradient of the full batch>"
@@ -137,11 +137,14 @@ def test_it_says_how_the_run_ended_and_so_does_the_summary(
         )
 
 
-def test_a_validation_alone_may_tell_that_it_diverged() -> None:
+def test_a_validation_loss_alone_is_no_divergence(capsys: pytest.CaptureFixture[str]) -> None:
     inputs, targets = classes(4)
     data = torch.full_like(inputs, torch.inf), targets
-    result = run(validation_data=data)
-    assert (result.ended, result.divergence) == ("diverged", "the validation loss is nan")
+    result = run(validation_data=data, progress=True)
+    assert (result.ended, result.divergence) == ("finished", "")
+    done, losses, _ = capsys.readouterr().err.splitlines()[-3:]
+    assert done.startswith("done: ")
+    assert losses.endswith("; validation nan")
 
 
 @pytest.mark.filterwarnings("ignore:Nothing in window")
