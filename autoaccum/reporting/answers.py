@@ -153,12 +153,13 @@ def _verified(run: Run) -> Answer:
     errors, allowed = measured["error"], measured["tolerance"]
     is_wrong = re.compile(r"(gradient|micro-batches)\b.*(%|wrong\)) off\b").search
     wrong = [f"{cause}." for cause in run.events["Notice"]["cause"] if is_wrong(cause)]
+    if (run.windows["accumulation_steps"] == 1).all():
+        found = f"Splitting would change them by {errors.max():.1e}, relative." if (errors > allowed).any() else ""
+        return _answer(question, True, ["No batch was split.", *filter(None, [found])], good=True)
     # Micro-batches that were measured alone and weighted wrongly appear in notices only.
     if not len(errors):
         if wrong:
             return _answer(question, False, ["A notice reports an error.", wrong[0]], good=False)
-        if (run.windows["accumulation_steps"] == 1).all():
-            return _answer(question, True, ["No batch was split."], good=True)
         return Answer(question=question, text=f"Not measured{_why(run)}.", good=None)
     # Tolerances differ between dtypes, so the worst is relative to its own.
     worst = int((errors / allowed).argmax())

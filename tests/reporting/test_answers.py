@@ -415,3 +415,11 @@ def test_unused_memory_goes_by_the_plan_that_stands(of: Any) -> None:
     grown = Replanned(step=4, old=(2,) * 4, new=(2,) * 8, reason="the effective batch is 16 now")
     facts = of(report(1), settled, report(2), replanned, report(3, (2,) * 4), grown, report(4, (2,) * 8))
     assert answer(facts, "unused")[0].endswith("The reason for the last plan: out of memory.")
+
+
+def test_a_run_that_split_no_batch_is_exact_whatever_splits_were_measured_to_be(of: Any) -> None:
+    found = of(verified(0.5), report(1, (8,)), report(2, (8,)))
+    assert answer(found, "exact") == (
+        "Yes: no batch was split. Splitting would change them by 5.0e-01, relative.",
+        True,
+    )

@@ -109,9 +109,7 @@ def test_a_window_says_what_is_beside_its_loss() -> None:
         "loss 1.0000, accuracy 0.9531, n 1e+06, split 4 x 2, 2.00 MiB of 1.00 GiB"
     )
     many = {f"m{n}": float(n) for n in range(6)}
-    assert state_text(report(2, outputs=many)).startswith(
-        "loss 1.0000, m0 0, m1 1, m2 2, m3 3, ..., split 4 x 2"
-    )
+    assert state_text(report(2, outputs=many)).startswith("loss 1.0000, m0 0, m1 1, m2 2, m3 3, ..., split 4 x 2")
 
 
 def test_the_end_of_a_run_says_what_is_beside_its_loss() -> None:
