@@ -212,7 +212,8 @@ COUPLED: dict[str, Loss] = {
 @pytest.mark.parametrize("name", COUPLED)
 def test_samples_that_meet_are_announced(name: str, micro_batch: Any) -> None:
     gradient, _, notices = errors(COUPLED[name], data(), micro_batch)
-    assert gradient > 1e-6
+    # Where it is not said how windows are split, the full batch runs at once, and its gradient is exact.
+    assert gradient == 0 if micro_batch == "auto" else gradient > 1e-6
     assert [notice.consequence[:17] for notice in notices] == ["Each sample meets"]
 
 

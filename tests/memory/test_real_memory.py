@@ -17,7 +17,7 @@ from tests.processes import in_turn
 
 pytestmark = [pytest.mark.skipif(sys.platform != "linux", reason="needs /proc and RLIMIT_DATA"), in_turn]
 
-EXAMPLE = Path(__file__).parents[2] / "examples" / "char_gpt.py"
+EXAMPLE = Path(__file__).parent / "larger_gpt.py"
 MIB = 2**20
 
 
@@ -54,9 +54,9 @@ def needed_bytes() -> int:
     outcome, _ = run(
         ["-c", f"""
 import sys; sys.path.insert(0, {str(EXAMPLE.parent)!r})
-import autoaccum, char_gpt
+import autoaccum, larger_gpt
 try:
-    autoaccum.fit(**char_gpt.recipe(), effective_batch=256, memory_limit="100MiB", progress=False)
+    autoaccum.fit(**larger_gpt.recipe(), effective_batch=256, memory_limit="100MiB", progress=False)
 except autoaccum.AutoaccumError as error:
     print(error.needed_bytes)
 """]

@@ -100,8 +100,8 @@ def test_memory_that_never_comes_back_is_waited_for_as_long_as_patience_lasts(cl
 
 
 def test_a_limit_of_the_users_own_is_given_back_by_nobody(clock: ManualClock) -> None:
-    made, _ = patience(Device(clock), 60.0, memory_limit=300)
-    assert tries(made, shortage(301), clock) == []
+    made, _ = patience(Device(clock), 60.0, memory_limit=600)
+    assert tries(made, shortage(601), clock) == []
 
 
 def test_a_function_may_allow_more_later(clock: ManualClock) -> None:
