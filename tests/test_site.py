@@ -119,7 +119,8 @@ def test_links_to_pages_lead_to_pages(site: Path) -> None:
     """Strict building looks at links in Markdown alone, and not at what the hooks have made of them."""
     text = (site / "index.html").read_text()
     assert 'href="guide.html"' in text
-    assert 'href="losses.html#losses-of-several-terms"' in text
-    assert 'href="benchmarks/results/time_to_train.html"' in text
+    assert 'href="devices.html#the-same-numbers-twice"' in text
+    assert 'href="benchmarks/results/verification.html"' in text
+    assert 'srcset="readme-dark.svg"' in text
     assert 'href="docs/' not in text
     assert not re.findall(r'href="(?!https?:)[^"]*\.(?:py|md|ipynb)"', text)

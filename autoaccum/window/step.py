@@ -424,13 +424,16 @@ class Step:
             self.tuner.set_smallest(max(found.smallest, self.tuner.smallest))
             if min(gradient.sizes) < found.smallest <= num_of_all_ranks(window):
                 return Repeat(sizes=())
-        # Splits that are not exact are worth no speed: as few as can be, and none where the full batch fits.
-        if self._examiner.has_failed and self.tuner.split_least(window.num_samples, window.lengths) and group is None:
+        if self._splits_least() and self.tuner.split_least(window.num_samples, window.lengths) and group is None:
             return Repeat(sizes=(window.num_samples,))
         if found.again:
             return Repeat(sizes=gradient.own)
         insist(self.transaction.several.confirm, "what terms count was learnt")
         return gradient
+
+    def _splits_least(self) -> bool:
+        """Return whether windows are split as little as can be: splits are not exact, and no noise scale needs them."""
+        return self._examiner.has_failed and not self.transaction.measures_parts
 
     def _examined_by_the_first(self, group: Group, window: Window, gradient: Gradient, room: int) -> Examination:
         """Have the first rank examine a window for all, which go by what it has found."""
@@ -601,5 +604,5 @@ class Step:
         is_same = self.saving.load_state_dict(state) if is_same_device else False
         self.tuner.saves_memory = not self.saving.is_off
         self.tuner.load_state_dict(state["tuner"], is_same_device=is_same)
-        if self._examiner.has_failed:
+        if self._splits_least():
             self.tuner.split_least(*self.tuner.full_window)

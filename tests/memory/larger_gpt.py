@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "examples"))
-from char_gpt import CONTEXT, CharGPT, crops, encode, loss_fn, read_text  # noqa: E402
+from char_gpt import CONTEXT, CharGPT, crops, encode, loss_fn, read_text
 
 
 def recipe() -> dict[str, Any]:

@@ -101,7 +101,7 @@ def test_numbers_that_json_has_not(loss: float, path: Path) -> None:
 def test_a_line_has_its_type_its_time_and_the_fields(path: Path) -> None:
     with using(ManualClock(stamp=1234.5)):
         record(path, Finished(step=3, reason="budget"))
-    assert path.read_text() == '{"type":"Finished","time":1234.5,"step":3,"reason":"budget"}\n'
+    assert path.read_text() == '{"type":"Finished","time":1234.5,"step":3,"reason":"budget","stopped_by":""}\n'
 
 
 def test_each_record_can_be_read_as_soon_as_it_is_taken(path: Path) -> None:

@@ -265,7 +265,7 @@ class TestNoTrace:
         inputs, targets = classes(12, DOUBLE)
         with pytest.raises(IndexError, match="Target 9") as raised:
             check(mlp(DOUBLE), (inputs, targets + 9))
-        note = "autoaccum was running 6 samples that are checked, of shapes (6, 8), (6,) from 9 to 11."
+        note = "autoaccum was running 6 samples that are checked, of shapes (6, 8), (6,) with values 9 to 11."
         assert raised.value.__notes__ == [note]
         modules = [entry.frame.f_globals["__name__"] for entry in raised.traceback]
         assert not [name for name in modules if name.startswith("autoaccum")]

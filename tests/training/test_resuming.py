@@ -585,6 +585,7 @@ NOT_KEPT = {
     "Trainer._ran": "told again by the reports that are kept",
     "Trainer._mark": "a reading of the clock",
     "Trainer._stop_reason": "why the first process ended",
+    "Trainer._stopped_by": "the callback that ended the first process",
     "Validations.is_unsaved_best": "said to the checkpoint while it is written",
     "Saving._users": "those of this process",
     "Plans.next_look": "a reading of the clock",

@@ -579,4 +579,4 @@ def test_it_is_told_of_in_words(needed: dict[str, int]) -> None:
     assert told[0] == (
         "step 1: memory saving off -> checkpoint, every 2nd of model.blocks: out of memory at the smallest micro-batch"
     )
-    assert "what is computed twice comes to the same bits, measured on" in str(told[-1])
+    assert "activation checkpointing is bit-identical (checked on" in str(told[-1])

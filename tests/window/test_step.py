@@ -163,6 +163,7 @@ class Told:
     """An examiner that says what it is told to say of a window."""
 
     is_checked = True
+    has_failed = False
 
     def __init__(self, *found: Any) -> None:
         self.found = list(found)
