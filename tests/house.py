@@ -254,13 +254,6 @@ def fragment_percent() -> float:
     return 100 * len(fragments()) / sum(function.docstring is not None for function in functions())
 
 
-@cache
-def lengths() -> dict[str, int]:
-    """Return the lines of each file, blank ones too, the longest file first."""
-    found = {path.relative_to(PACKAGE).as_posix(): len(path.read_text().splitlines()) for path in modules().values()}
-    return dict(sorted(found.items(), key=lambda item: -item[1]))
-
-
 # The figures.
 
 

@@ -42,7 +42,7 @@ class Kept:
     path: str | os.PathLike[str] | None
     """The directory; None where nothing is kept."""
     resume_command: str | None
-    """What goes on with the run: of a finished one with twice its budget. None where no command does."""
+    """The command that resumes the run, with twice the budget if it is finished; None if no command does."""
     report_command: str | None
     """What draws it."""
     recipe: str = ""
@@ -50,14 +50,14 @@ class Kept:
     is_new: bool = False
     """Whether the directory was made here, so that nobody knows of it yet."""
     more: Sequence[str] = ()
-    """What the command that resumes has to say beside what was typed."""
+    """Words that the resume command needs next to the typed ones."""
     _has_best: bool = False
     _settings: Mapping[str, Any] = field(default_factory=dict)
     _step: int = 0
     ended: str = ""
     """How the run has ended, as ``FitResult`` has it; empty where an error ended it."""
     state: str = ""
-    """What there is to say of that, where no command alone goes on."""
+    """Why no command alone resumes the run, or since when it diverged; else empty."""
 
     def __call__(self, record: Record) -> None:
         """Say where a new run is kept once it can go on from there: what is killed says nothing at its end."""
@@ -67,7 +67,7 @@ class Kept:
             tqdm.write(f"saving to: {place} (resume: --run-dir {place})", file=sys.stderr)
 
     def end(self, result: FitResult, arguments: Mapping[str, Any]) -> None:
-        """Note how a run of these arguments has ended, and what goes on from there."""
+        """Note how a run of these arguments ended, and which command resumes it."""
         self.ended = result.ended
         if self.ended == "diverged":
             self.state = f"{result.divergence}. Lower the learning rate, or pass --clip-norm 1.0, in a new run."
@@ -93,7 +93,7 @@ class Kept:
         self._step, self._settings = result.num_steps, passed.get()
 
     def lines(self) -> list[str]:
-        """Return what is said of it at the end of a run; the last one says how it has ended, if not as was asked."""
+        """Return the lines after a run; the last one says how the run ended, unless it spent its budget."""
         lines = []
         if self.path is not None:
             place = os.fspath(self.path)
