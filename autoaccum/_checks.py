@@ -101,6 +101,11 @@ def of_state(state: object) -> None:
     one_of("state", state, ("micro-batch", "window"))
 
 
+def of_accumulation(accumulate: object) -> None:
+    """Check by which rule micro-batches make a gradient."""
+    one_of("accumulate", accumulate, ("auto", "weighted", "joined"))
+
+
 def of_verification(verify: object, strict: object) -> None:
     """Check what is measured, and what becomes of a failure.
 

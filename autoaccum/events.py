@@ -272,6 +272,35 @@ class Verified:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class Joined:
+    """From this step on the loss is computed once, on the joined outputs of all micro-batches."""
+
+    step: int
+    """The first such step; or that of a further measurement."""
+    reason: str
+    """Why micro-batches are not weighted."""
+    error: float
+    """Relative error of the joined gradient, on a few samples: of the whole, or of its worst tensor."""
+    tolerance: float
+    """Up to which error gradients are the same."""
+    tensor: str | None
+    """The name of the parameter with the largest error; None where there is none."""
+    samples: int
+    """How many samples were measured."""
+    held: float
+    """Bytes that a joined step holds for its backward besides a micro-batch, as a fraction of the full batch's."""
+    opened: tuple[str, ...]
+    """Modules whose own code runs on the full batch, so that only their children are split."""
+    seconds: float
+    """Wall time of the measurement."""
+
+    @property
+    def passed(self) -> bool:
+        """Return whether the gradients are the same."""
+        return self.error <= self.tolerance
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Shared:
     """What each of several ranks has done: at the end of each epoch, and when windows are shared out anew."""
 
@@ -345,6 +374,7 @@ Event = (
     | StepSkipped
     | Notice
     | Verified
+    | Joined
     | Shared
     | Saved
     | Resumed

@@ -66,6 +66,7 @@ class PassedOn(TypedDict, total=False):
     clip_norm: float | None
     state: Literal["micro-batch", "window"]
     batch_norm: str
+    accumulate: Literal["auto", "weighted", "joined"]
     verify: bool
     strict: bool
     compile: bool

@@ -101,6 +101,7 @@ class Accumulator:
         clip_norm: float | None = None,
         state: Literal["micro-batch", "window"] = "micro-batch",
         batch_norm: str = "micro",
+        accumulate: Literal["auto", "weighted", "joined"] = "auto",
         verify: bool = True,
         strict: bool = False,
         ranks: Ranks = "together",
@@ -153,6 +154,9 @@ class Accumulator:
             batch_norm: whose statistics BatchNorm normalises by in training: micro: those of a micro-batch; ghost:32:
                 of each 32 samples of the window, whatever the micro-batch; window: of all of it, in L + 1.5 times the
                 time for L layers; frozen: the running ones, which stay.
+            accumulate: how micro-batches make the gradient: weighted: by what their losses count; joined: the loss is
+                computed once, on the outputs of all of them, which run again in backward; auto: joined where weighted
+                is not exact.
             verify: measure, on a few samples of the first window that is cut and now and then, that cut windows have
                 the gradient of whole ones.
             strict: raise NotExactError before a step on a gradient that was measured not to be the whole window's, or
@@ -178,9 +182,9 @@ class Accumulator:
             num_items=num_items, reduction=reduction, before_window=before_window, loss_scope=loss_scope, embed=embed,
             micro_batch=micro_batch, max_micro_batch=max_micro_batch, min_micro_batch=min_micro_batch,
             memory_limit=memory_limit, headroom=headroom, memory_saving=memory_saving, patience=patience,
-            precision=precision, clip_norm=clip_norm, state=state, batch_norm=batch_norm, verify=verify, strict=strict,
-            ranks=ranks, compression=compression, collate_fn=collate_fn, split=split, batch_dim=batch_dim,
-            callbacks=callbacks,
+            precision=precision, clip_norm=clip_norm, state=state, batch_norm=batch_norm, accumulate=accumulate,
+            verify=verify, strict=strict, ranks=ranks, compression=compression, collate_fn=collate_fn, split=split,
+            batch_dim=batch_dim, callbacks=callbacks,
         )  # fmt: skip
         counts = num_items if before_window is None else counting(num_items)
         loss_of, counts, reduction, divides = stated(checked[loss_function], counts, reduction)
@@ -250,6 +254,7 @@ class Accumulator:
                 group=None if self._meeting is None else self._meeting.group,
                 compression=compression,
                 memory_saving=memory_saving,
+                accumulate=accumulate,
             )
 
     @of_one_batch

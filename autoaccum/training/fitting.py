@@ -60,6 +60,7 @@ def fit(
     clip_norm: float | None = None,
     state: Literal["micro-batch", "window"] = "micro-batch",
     batch_norm: str = "micro",
+    accumulate: Literal["auto", "weighted", "joined"] = "auto",
     verify: bool = True,
     strict: bool = False,
     compile: bool = False,
@@ -154,6 +155,9 @@ def fit(
         batch_norm: whose statistics BatchNorm normalises by in training: micro: those of a micro-batch; ghost:32: of
             each 32 samples of the window, whatever the micro-batch; window: of all of it, in L + 1.5 times the time for
             L layers; frozen: the running ones, which stay.
+        accumulate: how micro-batches make the gradient: weighted: by what their losses count; joined: the loss is
+            computed once, on the outputs of all of them, which run again in backward; auto: joined where weighted is
+            not exact.
         verify: measure, on a few samples of the first window that is cut and now and then, that cut windows have the
             gradient of whole ones.
         strict: raise NotExactError before a step on a gradient that was measured not to be the whole window's, or could
@@ -218,11 +222,12 @@ def fit(
         optimizer=optimizer, lr=lr, lr_scheduler=lr_scheduler, lr_scaling=lr_scaling, base_batch=base_batch,
         epochs=epochs, steps=steps, samples=samples, micro_batch=micro_batch, max_micro_batch=max_micro_batch,
         min_micro_batch=min_micro_batch, memory_limit=memory_limit, headroom=headroom, memory_saving=memory_saving,
-        patience=patience, precision=precision, clip_norm=clip_norm, state=state, batch_norm=batch_norm, verify=verify,
-        strict=strict, compile=compile, device=device, ranks=ranks, balance=balance, compression=compression, seed=seed,
-        shuffle=shuffle, drop_last=drop_last, collate_fn=collate_fn, split=split, batch_dim=batch_dim,
-        num_workers=num_workers, validation_data=validation_data, validate_every=validate_every, metrics=metrics,
-        run_dir=run_dir, checkpoint_every=checkpoint_every, keep_checkpoints=keep_checkpoints, resume=resume,
-        noise_scale=noise_scale, cache=cache, callbacks=callbacks, progress=progress,
+        patience=patience, precision=precision, clip_norm=clip_norm, state=state, batch_norm=batch_norm,
+        accumulate=accumulate, verify=verify, strict=strict, compile=compile, device=device, ranks=ranks,
+        balance=balance, compression=compression, seed=seed, shuffle=shuffle, drop_last=drop_last,
+        collate_fn=collate_fn, split=split, batch_dim=batch_dim, num_workers=num_workers,
+        validation_data=validation_data, validate_every=validate_every, metrics=metrics, run_dir=run_dir,
+        checkpoint_every=checkpoint_every, keep_checkpoints=keep_checkpoints, resume=resume, noise_scale=noise_scale,
+        cache=cache, callbacks=callbacks, progress=progress,
     )  # fmt: skip
     return trainer.fit()

@@ -364,6 +364,14 @@ class FitArguments:
         accumulator=Own(),
         in_check=Own(),
     )
+    accumulate: Literal["auto", "weighted", "joined"] = option(
+        "how micro-batches make the gradient: weighted: by what their losses count; joined: the loss is computed once, "
+        "on the outputs of all of them, which run again in backward; auto: joined where weighted is not exact.",
+        default="auto",
+        check=_checks.of_accumulation,
+        decides="training",
+        accumulator=Own(),
+    )
     # What is measured decides how micro-batches are weighted, and so what a run computes.
     verify: bool = option(
         "measure, on a few samples of the first window that is cut and now and then, that cut windows have the "

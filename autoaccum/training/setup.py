@@ -52,12 +52,14 @@ from autoaccum.training.validation import Validator
 from autoaccum.training.validation_together import ValidatorOfAll
 from autoaccum.training.validation_windows import ValidatorOfWindows
 from autoaccum.verification.examiner import Examiner
+from autoaccum.verification.joining import Joiner
 from autoaccum.verification.verdict import measure
 from autoaccum.window.batch_norm import refuse_unseen, statistics_of
 from autoaccum.window.batch_norm_passes import ThroughWindow
 from autoaccum.window.before import before_window_of, counting, loss_alone, sharing_of
 from autoaccum.window.compilations import Compilations, captures, compiled_parts, graphs_refused
 from autoaccum.window.job import Job
+from autoaccum.window.joined import JoinableTransaction
 from autoaccum.window.joining import SharedTransaction
 from autoaccum.window.meter import Meter
 from autoaccum.window.modules import into_training
@@ -66,7 +68,7 @@ from autoaccum.window.optimizers import allocate_state, make_optimizer, move, tr
 from autoaccum.window.precision import autocast
 from autoaccum.window.saving import Saving
 from autoaccum.window.sharding import ShardedTransaction
-from autoaccum.window.step import Step
+from autoaccum.window.step import Accumulate, Step
 from autoaccum.window.transaction import Transaction
 from autoaccum.window.two_passes import TwoPasses
 from autoaccum.window.two_passes_joined import SharedTwoPasses
@@ -300,6 +302,7 @@ def make_step(
     group: Group | None = None,
     compression: Compression = "none",
     memory_saving: SavingMode = "auto",
+    accumulate: Accumulate = "auto",
 ) -> Step:
     """Return what takes the steps of a run.
 
@@ -319,6 +322,7 @@ def make_step(
         group: the ranks that share each window; None where there is one.
         compression: of what they send each other of gradients.
         memory_saving: whether, and how, memory is saved where nothing fits otherwise.
+        accumulate: by which rule micro-batches make the gradient.
 
     Raises:
         ArgumentError: BatchNorm, and micro-batches of one sample; memory saving that cannot be had; or a model that was
@@ -365,12 +369,15 @@ def make_step(
     elif job.batch_norm.kind == "window":
         transaction = ThroughWindow(job, **options)
     elif group is None:
-        transaction = Transaction(job, **options)
+        transaction = JoinableTransaction(job, **options)
     elif is_sharded:
         transaction = ShardedTransaction(job, group, **options)
     else:
         transaction = SharedTransaction(job, group, compression=compression, **options)
     examiner = Examiner(job, transaction, measure, verify=verify, strict=strict)
+    why = why_not_joined(job, transaction, noise_scale=noise_scale, is_shared=group is not None)
+    if why is not None and accumulate == "joined":
+        raise ConflictingArgumentsError("accumulate", "joined", *why)
     return Step(
         job,
         transaction=transaction,
@@ -390,7 +397,26 @@ def make_step(
         limit=limit,
         patience=patience,
         emit=emit,
+        joiner=Joiner(job) if why is None else None,
+        accumulate=accumulate,
     )
+
+
+def why_not_joined(
+    job: Job, transaction: Transaction, *, noise_scale: bool, is_shared: bool
+) -> tuple[str, str] | None:
+    """Return what stands against joined windows, with what to do; None where nothing does."""
+    if is_shared:
+        return "several ranks", "Ranks weigh their micro-batches: leave accumulate out, or run one process."
+    if noise_scale:
+        return "noise_scale=True", "It is measured on weighted micro-batches: leave one of the two out."
+    if job.window_loss is not None:
+        return "loss_scope='window'", "That is joined already: leave one of the two out."
+    if job.before_window is not None:
+        return "before_window=", "A joined step sees the whole batch: compute there what before_window returned."
+    if job.state == "window" or job.batch_norm != MICRO or not isinstance(transaction, JoinableTransaction):
+        return "state='window' or batch_norm=", "Joined steps see the whole batch: leave state and batch_norm out."
+    return None
 
 
 def _kinds_of_saving(job: Job, mode: SavingMode, *, is_compiled: bool, is_sharded: bool) -> frozenset[str]:
@@ -489,6 +515,7 @@ def step_of(
         group=group,
         compression=arguments.compression,
         memory_saving=arguments.memory_saving,
+        accumulate=arguments.accumulate,
     )
     step.transaction.outputs.rows_to_host = True  # where reports have them
     # Said here, where the smallest micro-batch is known; the schedule's own checks know no model.

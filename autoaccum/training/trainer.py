@@ -102,6 +102,7 @@ class Trainer:
         clip_norm: float | None = None,
         state: Literal["micro-batch", "window"] = "micro-batch",
         batch_norm: str = "micro",
+        accumulate: Literal["auto", "weighted", "joined"] = "auto",
         verify: bool = True,
         strict: bool = False,
         compile: bool = False,
@@ -136,12 +137,12 @@ class Trainer:
             epochs=epochs, steps=steps, samples=samples, micro_batch=micro_batch, max_micro_batch=max_micro_batch,
             min_micro_batch=min_micro_batch, memory_limit=memory_limit, headroom=headroom, memory_saving=memory_saving,
             patience=patience, precision=precision, clip_norm=clip_norm, state=state, batch_norm=batch_norm,
-            verify=verify, strict=strict, compile=compile, device=device, ranks=ranks, balance=balance,
-            compression=compression, seed=seed, shuffle=shuffle, drop_last=drop_last, collate_fn=collate_fn,
-            split=split, batch_dim=batch_dim, num_workers=num_workers, validation_data=validation_data,
-            validate_every=validate_every, metrics=metrics, run_dir=run_dir, checkpoint_every=checkpoint_every,
-            keep_checkpoints=keep_checkpoints, resume=resume, noise_scale=noise_scale, cache=cache, callbacks=callbacks,
-            progress=progress,
+            accumulate=accumulate, verify=verify, strict=strict, compile=compile, device=device, ranks=ranks,
+            balance=balance, compression=compression, seed=seed, shuffle=shuffle, drop_last=drop_last,
+            collate_fn=collate_fn, split=split, batch_dim=batch_dim, num_workers=num_workers,
+            validation_data=validation_data, validate_every=validate_every, metrics=metrics, run_dir=run_dir,
+            checkpoint_every=checkpoint_every, keep_checkpoints=keep_checkpoints, resume=resume,
+            noise_scale=noise_scale, cache=cache, callbacks=callbacks, progress=progress,
         )  # fmt: skip
         with current_device_kept(), named("the run was set up"):
             self._set_up(given)

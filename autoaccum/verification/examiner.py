@@ -87,6 +87,10 @@ class Examiner:
         self._verify = verify
         self._strict = strict
         self._parameters = transaction.trained()
+        self.joins = False
+        """Whether windows may be joined instead: then what is not exact is withheld until that was tried."""
+        self.withheld: list[tuple[Notice, float | None]] = []
+        """What would have been said, each with the error that was measured, if any."""
         self.is_checked = False
         """Whether a first window had a finite loss."""
         self._checked_in = 0  # which one that was
@@ -317,7 +321,8 @@ class Examiner:
                     if found is not None:
                         self._fail(*found, said)
         self._transaction.signs.have_changed, self._transaction.signs.has_suspects = self._occasions.is_changed, False
-        self._remembered = None
+        if not self.withheld:  # else joined windows are measured next, from where this one began
+            self._remembered = None
         if number >= self._transaction.signs.next_look:
             self._occasions.looked(number)
             self._tell_signs()
@@ -559,12 +564,31 @@ class Examiner:
         Raises:
             NotExactError: the run is strict.
         """
+        if self.joins:
+            self.withheld.append((notice, error))
+            return
         if self._strict:
             raise NotExactError(notice.cause, notice.consequence, notice.cure, error)
         if said is None:
             self._announce(notice)
         else:
             said.append(notice)
+
+    def say_withheld(self) -> list[Notice]:
+        """Return what was withheld, to be said after all.
+
+        Raises:
+            NotExactError: the run is strict.
+        """
+        self.joins, withheld, self.withheld = False, self.withheld, []
+        said: list[Any] = []
+        for notice, error in withheld:
+            self._refuse_or_say(notice, error, said)
+        return said
+
+    def measured_by(self) -> dict[str, Any]:
+        """Return how a window is measured: what forwards write to, and how the state is put back that it began with."""
+        return {"written": self._written.values(), "rewind": self._rewind, "like": self._remembered}
 
     def state_dict(self) -> dict[str, Any]:
         """Return what was looked at and measured, for a checkpoint."""

@@ -7,9 +7,10 @@ from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
 from autoaccum.data.base import Window
-from autoaccum.events import Event, Notice
+from autoaccum.events import Event, Joined, Notice
 from autoaccum.window.gradient import Gradient
 from autoaccum.window.several import KeptCount
+from autoaccum.window.split_calls import Layout
 
 
 class Examination(Protocol):
@@ -42,6 +43,17 @@ class Examiner(Protocol):
     is_checked: bool
     """Whether a first window had a finite loss."""
 
+    joins: bool
+    """Whether windows may be joined instead: then what is not exact is withheld until that was tried."""
+    withheld: list[tuple[Notice, float | None]]
+    """What would have been said, each with the error that was measured, if any."""
+
+    def say_withheld(self) -> list[Notice]:
+        """Return what was withheld, to be said after all."""
+
+    def measured_by(self) -> dict[str, Any]:
+        """Return how a window is measured: what forwards write to, and how the state is put back that it began with."""
+
     @property
     def has_failed(self) -> bool:
         """Return whether windows that are cut were measured to have another gradient than whole ones."""
@@ -69,6 +81,24 @@ class Examiner(Protocol):
         aside: Callable[[], AbstractContextManager[None]],
     ) -> Examination:
         """Examine it, before it is stepped on."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return plain values."""
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Put them back."""
+
+
+class Joiner(Protocol):
+    """What measures joined windows: see ``verification.joining``."""
+
+    def is_due(self, modes: list[bool]) -> bool:
+        """Return whether a joined window is to be measured."""
+
+    def measure(
+        self, window: Window, layout: Layout | None, modes: list[bool], *, number: int, reason: str, most: int, **how: Any
+    ) -> tuple[Layout | None, Joined | None, str]:
+        """Measure a window; return how modules are split, what was measured, or why nothing was."""
 
     def state_dict(self) -> dict[str, Any]:
         """Return plain values."""

@@ -6,7 +6,7 @@ import json
 from collections.abc import Sequence
 
 from autoaccum._units import format_bytes
-from autoaccum.events import Notice
+from autoaccum.events import Joined, Notice
 
 
 def nothing_counts(step: int) -> Notice:
@@ -156,3 +156,35 @@ def nothing_to_save(mode: str | Sequence[str], reason: str) -> Notice:
 def as_written(mode: str | Sequence[str]) -> str:
     """Return a way of saving memory as it is written in a program."""
     return json.dumps(mode)
+
+
+def not_joined(found: Joined) -> Notice:
+    """Return that joined steps have another gradient than full batches."""
+    opened = f" ({', '.join(found.opened[:3])} ran on the full batch already)" if found.opened else ""
+    return Notice(
+        cause=f"Joined micro-batches have a gradient with a relative error of {found.error:.1%} on "
+        f"{found.samples} samples{opened}",
+        consequence="The model does something in each forward that micro-batches cannot repeat, such as hooks that "
+        "change gradients, counters, or draws of another library",
+        cure="Pass micro_batch= the effective batch if it fits, or move that code out of the model's forward",
+    )
+
+
+def not_measured_joined(why: str) -> Notice:
+    """Return that it could not be measured whether joined steps are exact."""
+    return Notice(
+        cause=f"Joined micro-batches could not be compared with full batches: {why}",
+        consequence="Their gradient may differ from the full batch's",
+        cure="Call autoaccum.check with other samples",
+    )
+
+
+def joined_does_not_fit(reason: str) -> Notice:
+    """Return that joined steps do not fit, so that micro-batches are weighted although that is not exact."""
+    return Notice(
+        cause=f"Joined micro-batches hold the model's outputs for the full batch, which does not fit. Weighted ones "
+        f"are not exact: {reason}",
+        consequence="The gradient is not the full batch's from here on",
+        cure="Use a smaller effective batch, a loss that takes hidden states and holds no logits "
+        "(torch.nn.functional.linear_cross_entropy), or raise memory_limit",
+    )

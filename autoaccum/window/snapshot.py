@@ -108,6 +108,10 @@ class Snapshot:
         """
         insist(self._restore, "buffers were put back")
 
+    def generators(self) -> list[Any]:
+        """Return the generators of the user's own that are put back."""
+        return list(self._generators)
+
     def modes(self) -> list[bool]:
         """Return of every module whether it is in training mode."""
         return [owner.training for owner in self._owners]

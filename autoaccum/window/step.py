@@ -10,11 +10,11 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from autoaccum.data.base import Window
 from autoaccum.errors import NothingFitsError
-from autoaccum.events import Event, OutOfMemory, StepSkipped
+from autoaccum.events import Event, Joined, Notice, OutOfMemory, StepSkipped
 from autoaccum.memory import clock
 from autoaccum.memory.base import Memory
 from autoaccum.memory.limit import Limit
@@ -33,17 +33,23 @@ from autoaccum.window.advice import advised
 from autoaccum.window.announcer import Announcer
 from autoaccum.window.closures import Closure
 from autoaccum.window.compilations import Compilations
-from autoaccum.window.examination import Examination, Examiner
+from autoaccum.window.examination import Examination, Examiner, Joiner
 from autoaccum.window.gradient import Gradient, Repeat
 from autoaccum.window.job import Job
+from autoaccum.window.joined import JoinableTransaction
 from autoaccum.window.joining import Outcome, SharedTransaction, share_of_one
 from autoaccum.window.meter import Meter
 from autoaccum.window.optimizers import needs_closure
 from autoaccum.window.plans import Plans
 from autoaccum.window.saving import NotSaved, Saving
 from autoaccum.window.single_samples import Refusal, SingleSampleError
+from autoaccum.window.split_calls import Layout
 from autoaccum.window.stepping import Stepper, WithoutClosureError
 from autoaccum.window.transaction import Transaction
+
+
+Accumulate = Literal["auto", "weighted", "joined"]
+"""By which rule micro-batches make the gradient."""
 
 
 class Failure(NamedTuple):
@@ -72,6 +78,8 @@ class Step:
         limit: Limit,
         patience: float,
         emit: Callable[[Event], None],
+        joiner: Joiner | None = None,
+        accumulate: Accumulate = "auto",
     ) -> None:
         """Set up.
 
@@ -87,6 +95,8 @@ class Step:
             limit: what may be used of it.
             patience: seconds to wait for memory that others hold, before nothing fits.
             emit: takes the events.
+            joiner: measures whether windows can be joined; None where they cannot.
+            accumulate: by which rule micro-batches make the gradient.
         """
         # Plans are chosen by the tuner, run by the transaction and measured by the meter. None of these knows the other
         # two: what one has to hear of another is said here.
@@ -108,6 +118,10 @@ class Step:
         )  # fmt: skip
         """Tells how windows are cut."""
         self._examiner = examiner
+        self._joiner = joiner
+        self._accumulate = accumulate
+        self._reason = "accumulate='joined' was passed"  # why windows are joined
+        examiner.joins = joiner is not None and accumulate == "auto"
         self._stepper = Stepper(job.optimizer, memory, emit)
         self.strays = self._stepper.strays
         self.strays.windows.add(transaction)
@@ -211,6 +225,8 @@ class Step:
         is_weighed = self.saving.contest.is_open and plan is None and window.num_samples > 0
         if is_weighed:
             self.plans.weigh(window, self._smallest_batch(window))
+        if self._accumulate == "joined" and not self._is_joined and window.num_samples > 1:
+            self._join_at_once(window)
         # Of a window with fewer samples than ranks some have none.
         is_empty = not window.num_samples
         pieces = Attempt(tuner, 0, None, ()) if is_empty else tuner.window(window.num_samples, lengths, plan)
@@ -292,6 +308,8 @@ class Step:
         """Run a window once."""
         number, signs, group = self.number + 1, self.transaction.signs, self.transaction.group
         is_looked_at = self._sharded is None and number >= signs.next_look
+        if self._is_joined and self._examiner.is_checked:
+            is_looked_at, self.transaction.forward = False, self.transaction.plain_forward
         if is_looked_at and (group is None or group.is_first):  # who looks for all of them
             way = self.saving.name, self.tuner.largest
             # Of a plan that has settled it is known what it leaves; while sizes are found out it is tried.
@@ -331,6 +349,8 @@ class Step:
         if isinstance(outcome, Gradient) and len(outcome.sizes) > 1:
             if self._sharded is not None:
                 self.announcer.say_once(notices.not_measured())
+            elif self._is_joined:
+                return self._looked_at(window, outcome)
             elif signs.want_a_look(number, measured):
                 return self._examined(window, outcome)
         return self._failure(outcome) if isinstance(outcome, RanOut) else outcome
@@ -415,6 +435,11 @@ class Step:
             found = self._examined_by_the_first(group, measured_by_first(window), gradient, room)
             waited = group.waited_seconds - before  # which is left out with all that is waited for
         self.examining_seconds += now() - started - waited  # no part of what the window takes
+        if self._examiner.withheld:
+            if self._join(window, room):
+                return Repeat(sizes=(window.num_samples,) if self._fits_whole(window) else gradient.own)
+            for notice in self._examiner.say_withheld():
+                self.announcer.tell(notice)
         for event in found.events:
             self.announcer.tell(event)
         if found.hides_items:
@@ -430,6 +455,89 @@ class Step:
             return Repeat(sizes=gradient.own)
         insist(self.transaction.several.confirm, "what terms count was learnt")
         return gradient
+
+    @property
+    def _is_joined(self) -> bool:
+        return getattr(self.transaction, "layout", None) is not None
+
+    def _fits_whole(self, window: Window) -> bool:
+        """Use the largest micro-batches that fit; return whether the window surely fits as one."""
+        return self.tuner.split_least(window.num_samples, window.lengths)
+
+    def _join(self, window: Window, room: int) -> bool:
+        """Join windows from now on, where that is measured to be exact; return whether it is so."""
+        assert self._joiner is not None and isinstance(self.transaction, JoinableTransaction)
+        notice, _ = self._examiner.withheld[0]
+        self._reason = notice.cause
+        layout, found = self._measured_joined(window, None, room)
+        if layout is None or found is None or not found.passed or not self.saving.is_off:
+            return False
+        self._examiner.break_off()
+        self.transaction.join(layout)
+        self._emit(found)
+        return True
+
+    def _measured_joined(
+        self, window: Window, layout: Layout | None, room: int
+    ) -> tuple[Layout | None, Joined | None]:
+        assert self._joiner is not None
+        number, how = self.number + 1, self._examiner.measured_by()
+        with self.meter.aside():
+            modes = self.transaction.snapshot.modes()
+            found = self._joiner.measure(
+                window, layout, modes, number=number, reason=self._reason, most=room, **how
+            )
+        self._why_not_joined = found[2]
+        return found[0], found[1]
+
+    def _looked_at(self, window: Window, gradient: Gradient) -> Gradient | Repeat:
+        """Measure a joined window, where one is due; return it, or that it is run again, for it was not exact."""
+        transaction = self.transaction
+        assert self._joiner is not None and isinstance(transaction, JoinableTransaction)
+        if not self._joiner.is_due(transaction.snapshot.modes()):
+            return gradient
+        assert transaction.layout is not None
+        before = transaction.layout.state_dict()
+        room = self.tuner.room_at_once(
+            max(gradient.sizes), self.meter.peak(), is_enforced=self.limit.is_enforced, is_given=self._is_given
+        )
+        layout, found = self._measured_joined(window, transaction.layout, room)
+        if layout is None or found is None:
+            return gradient
+        if not found.passed:
+            self._weigh(notices.not_joined(found))
+            return Repeat(sizes=gradient.own)
+        return gradient if layout.state_dict() == before else Repeat(sizes=gradient.own)
+
+    def _weigh(self, notice: Notice) -> None:
+        """Weigh micro-batches again, because joined windows are not exact, or do not fit; say so.
+
+        Raises:
+            NotExactError: the run is strict.
+        """
+        assert isinstance(self.transaction, JoinableTransaction)
+        self.transaction.weigh()
+        self._examiner.withheld.append((notice, None))
+        for one in self._examiner.say_withheld():
+            self.announcer.tell(one)
+
+    def _join_at_once(self, window: Window) -> None:
+        """Join windows from the very first one on, as the user has asked for; say what is not exact about it.
+
+        Raises:
+            NotExactError: the run is strict, and it is not exact, or could not be measured.
+        """
+        assert isinstance(self.transaction, JoinableTransaction)
+        layout, found = self._measured_joined(window, None, window.num_samples)
+        if found is None:
+            self._examiner.withheld.append((notices.not_measured_joined(self._why_not_joined), None))
+        elif not found.passed:
+            self._examiner.withheld.append((notices.not_joined(found), found.error))
+        for one in self._examiner.say_withheld():
+            self.announcer.tell(one)
+        self.transaction.join(layout or Layout(self.job.modules))
+        if found is not None:
+            self._emit(found)
 
     def _splits_least(self) -> bool:
         """Return whether windows are split as little as can be: splits are not exact, and no noise scale needs them."""
@@ -491,6 +599,11 @@ class Step:
                     return self.tuner.window(window.num_samples, window.lengths).following(pieces)
                 self.plans.replanned(smaller.replaced, smaller.sizes, "out of memory")
                 return smaller
+        if self._is_joined and self._accumulate == "auto":
+            # What is held for the whole window leaves no room: weighted micro-batches hold nothing of each other.
+            self._weigh(notices.joined_does_not_fit(self._reason))
+            self.tuner.start_over(saves=False)
+            return self.tuner.window(window.num_samples, window.lengths).following(pieces)
         batch, number = self._smallest_batch(window), self.number + 1
         if self.plans.gives_up(batch):
             return self.tuner.window(window.num_samples, window.lengths).following(pieces)
@@ -588,8 +701,17 @@ class Step:
             "scaler": transaction["scaler"],
             "tuner": self.tuner.state_dict(),
             **({"uncompiled": True} if self.compilations.are_forgone else {}),
+            **self._joined_state(),
             **self.saving.state_dict(),
         }
+
+    def _joined_state(self) -> dict[str, Any]:
+        """Return how windows are joined; nothing where they are not."""
+        if self._joiner is None or not isinstance(self.transaction, JoinableTransaction) or not self._is_joined:
+            return {}
+        assert self.transaction.layout is not None
+        layout = self.transaction.layout.state_dict()
+        return {"joined": {"reason": self._reason, "layout": layout, **self._joiner.state_dict()}}
 
     def load_state_dict(self, state: dict[str, Any], *, is_same_device: bool) -> None:
         """Put back what ``state_dict`` returned; on another device memory and time are to be found out again."""
@@ -604,5 +726,12 @@ class Step:
         is_same = self.saving.load_state_dict(state) if is_same_device else False
         self.tuner.saves_memory = not self.saving.is_off
         self.tuner.load_state_dict(state["tuner"], is_same_device=is_same)
-        if self._splits_least():
+        joined = state.get("joined")
+        if joined is not None and self._joiner is not None and isinstance(self.transaction, JoinableTransaction):
+            layout = Layout(self.job.modules)
+            layout.load_state_dict(joined["layout"])
+            self.transaction.join(layout)
+            self._joiner.load_state_dict(joined)
+            self._reason = joined["reason"]
+        if self._splits_least() or self._is_joined:
             self.tuner.split_least(*self.tuner.full_window)

@@ -1,0 +1,271 @@
+"""Measures whether windows whose calls are split have the gradient of whole ones, and which modules are opened for it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+from torch.autograd.graph import saved_tensors_hooks
+
+from autoaccum.data.base import Window
+from autoaccum.events import Joined
+from autoaccum.memory import clock
+from autoaccum.memory.oom import RanOut, attempt, is_out_of_memory
+from autoaccum.verification.comparison import Error
+from autoaccum.verification.draws import Recording, UnalignedError, UnsettledError, drawing_nothing
+from autoaccum.verification.findings import NotFiniteError, ZeroGradientError
+from autoaccum.verification.measurement import Measurement
+from autoaccum.verification.rows import RowChecks, RowsOfDraws
+from autoaccum.verification.samples import choose
+from autoaccum.window.job import Job
+from autoaccum.window.split_calls import Layout, MovedError, NotRowsError, SplitCalls
+from autoaccum.window.state import State
+
+_COUNTS = (7, 5, 3, 2)
+"""Samples that are measured, the first of these that there are: odd ones are seldom another extent of a tensor."""
+_SIZES = {7: (3, 2, 2), 5: (2, 2, 1), 3: (2, 1), 2: (1, 1)}
+"""Their micro-batches: sizes that differ tell the dimension of samples from others."""
+_MOST_TRIES = 200
+"""Modules that may be opened in backward, one after the other."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class JoinedVerdict:
+    """What came of measuring joined windows."""
+
+    layout: Layout | None = None
+    """Which modules are split; None where nothing was measured."""
+    error: float = 0.0
+    """Relative error of the worst gradient."""
+    tolerance: float = 0.0
+    tensor: str | None = None
+    """The parameter with that gradient."""
+    samples: int = 0
+    unmeasured: str = ""
+    """Why nothing was measured."""
+    share: float = 1.0
+    """Bytes that are held for the backward of a joined window, as a fraction of those of the full batch."""
+    num_calls: int = 0
+    """Calls that were split."""
+    reasons: dict[str, str] = field(default_factory=dict)
+    """Why modules were opened, by their names."""
+
+    @property
+    def passed(self) -> bool:
+        """Return whether joined windows have the gradient of whole ones."""
+        return self.layout is not None and self.error <= self.tolerance
+
+
+def measure_joined(
+    job: Job,
+    window: Window,
+    layout: Layout,
+    *,
+    most: int,
+    written: Iterable[torch.Tensor] = (),
+    rewind: Callable[[], None] = lambda: None,
+    like: State | None = None,
+) -> JoinedVerdict:
+    """Measure some samples of a window; of that nothing remains but what was found.
+
+    Args:
+        job: what the run computes.
+        window: the samples.
+        layout: opened as far as is known; it is opened further.
+        most: samples that there is room for at once.
+        written: parameters that forwards have been seen to write to.
+        rewind: puts the state back that the window began with.
+        like: that state, as far as it is remembered.
+    """
+    why = "there is not enough memory for two samples at once"
+    for count in _COUNTS:
+        if count > min(window.num_samples, most) and count > 2:
+            continue
+        if count > window.num_samples:
+            break
+        run = partial(_measured, job, window, layout, count, list(written), rewind, like)
+        outcome = attempt(run)
+        if isinstance(outcome, JoinedVerdict):
+            return outcome
+        why = "memory ran out in the attempt"
+    return JoinedVerdict(unmeasured=why)
+
+
+def _measured(
+    job: Job,
+    window: Window,
+    layout: Layout,
+    count: int,
+    written: list[torch.Tensor],
+    rewind: Callable[[], None],
+    like: State | None,
+) -> JoinedVerdict | RanOut:
+    chosen = choose(window, window.num_samples, count)
+    try:
+        with _JoinedMeasurement(job, window, chosen, written=written, rewind=rewind, like=like) as measurement:
+            return measurement.measured(layout, _SIZES[count])
+    except NotFiniteError:
+        return JoinedVerdict(unmeasured="the loss of a few samples is not finite")
+    except ZeroGradientError:
+        return JoinedVerdict(unmeasured="the gradient of a few samples is 0")
+    except (UnalignedError, UnsettledError) as error:
+        return JoinedVerdict(unmeasured=f"what {error} draws for a few samples cannot be found among what it draws for all")
+    except Exception as error:
+        if is_out_of_memory(error):
+            raise
+        words = str(error).partition("\n")[0]
+        return JoinedVerdict(unmeasured=f"on a few samples by themselves it fails ({type(error).__name__}: {words})")
+
+
+class Joiner:
+    """Measures whether the windows of a run can be joined, and measures joined ones again."""
+
+    _ROUNDS = 2
+    """Joined windows that are measured: what a first one sets up is not seen in it."""
+
+    def __init__(self, job: Job) -> None:
+        """Begin with nothing measured."""
+        self.job = job
+        self._rounds = 0
+        self._modes: list[bool] | None = None
+
+    def is_due(self, modes: list[bool]) -> bool:
+        """Return whether a joined window is to be measured: a second one, or one of modules in other modes."""
+        return self._rounds < self._ROUNDS or modes != self._modes
+
+    def measure(
+        self, window: Window, layout: Layout | None, modes: list[bool], *, number: int, reason: str, most: int, **how: Any
+    ) -> tuple[Layout | None, Joined | None, str]:
+        """Measure a window.
+
+        Args:
+            window: its samples.
+            layout: what is known of how modules are split; None where that is nothing.
+            modes: whether each module is in training mode.
+            number: of the window.
+            reason: why windows are joined.
+            most: samples that there is room for at once.
+            how: see ``measure_joined``.
+
+        Returns:
+            the layout, None where nothing was measured; what was measured; why nothing was.
+        """
+        started = clock.now()
+        self._rounds, self._modes = self._rounds + 1, modes
+        found = measure_joined(self.job, window, layout or Layout(self.job.modules), most=most, **how)
+        if found.layout is None:
+            return None, None, found.unmeasured
+        event = Joined(
+            step=number,
+            reason=reason,
+            error=found.error,
+            tolerance=found.tolerance,
+            tensor=found.tensor,
+            samples=found.samples,
+            held=found.share,
+            opened=tuple(sorted(filter(None, map(found.layout.name_in_model, found.layout.opened())))),
+            seconds=clock.now() - started,
+        )
+        return found.layout, event, ""
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what was measured, for a checkpoint."""
+        return {"rounds": self._rounds, "modes": self._modes}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Put back what ``state_dict`` returned."""
+        self._rounds, self._modes = state["rounds"], state["modes"]
+
+
+class _JoinedMeasurement(Measurement):
+    """A few samples of a window, whole and joined."""
+
+    def measured(self, layout: Layout, sizes: tuple[int, ...]) -> JoinedVerdict:
+        """Compare, opening modules until the gradients agree or none is left to open."""
+        self.run_whole()
+        checks = RowChecks()
+        try:
+            error, num_calls = self._opened(layout, sizes, checks)
+        except (UnalignedError, UnsettledError):
+            if not self.draws_anything:
+                raise
+            self._put_back()
+            self.with_constants()
+            error, num_calls = self._opened(layout, sizes, checks)
+        return JoinedVerdict(
+            layout=layout,
+            error=error.relative,
+            tolerance=self.tolerance,
+            tensor=None if error.tensor is None else self.names[error.tensor],
+            samples=self.num_samples,
+            share=self._share(layout, sizes),
+            num_calls=num_calls,
+            reasons=checks.reasons,
+        )
+
+    def _opened(self, layout: Layout, sizes: tuple[int, ...], checks: RowChecks) -> tuple[Error, int]:
+        for _ in range(_MOST_TRIES):
+            try:
+                # Once with each call measured, which opens what cannot be split; and then as windows run.
+                self._run_split(layout, sizes, checks)
+                return self._run_split(layout, sizes, None)
+            except NotRowsError as error:
+                checks.reasons.setdefault(layout.name(error.module), str(error))
+                layout.open(error.module)
+            except MovedError as error:
+                if layout.is_copied(error.module):
+                    layout.open(error.module)
+                layout.copy(error.module)
+            for p in self.parameters:
+                p.grad = None
+            self._put_back()
+        return Error(float("inf"), None), 0
+
+    def _run_split(self, layout: Layout, sizes: tuple[int, ...], checks: RowChecks | None) -> tuple[Error, int]:
+        whole = tuple(range(self.num_samples))
+        draws: Any = self._draws
+        if isinstance(draws, Recording):
+            draws = drawing_nothing()
+            if not self._draws.has_shown_nothing:  # type: ignore[union-attr]
+                draws = RowsOfDraws(self._draws, self.num_samples, keeps_wide=not self.is_rounded)  # type: ignore[arg-type]
+        rows = draws if isinstance(draws, RowsOfDraws) else None
+        split = SplitCalls(
+            layout, sizes, self.job.device, generators=self.state.generators(), checks=checks, draws=rows
+        )
+        with split:
+            gradient = self._run((whole,), "samples", self.make, lambda _: draws)
+        error = self._error(gradient)
+        for p in self.parameters:
+            p.grad = None
+        self._put_back()
+        return error, split.num_calls
+
+    def _share(self, layout: Layout, sizes: tuple[int, ...]) -> float:
+        """Return what is held for the backward of a joined window, as a fraction of what the whole one holds."""
+        whole, parts = _Held(self.parameters), _Held(self.parameters)
+        batch = self._given(tuple(range(self.num_samples)))
+        for held, cut in ((whole, (self.num_samples,)), (parts, sizes)):
+            split = SplitCalls(layout, cut, self.job.device, generators=self.state.generators())
+            with saved_tensors_hooks(held.pack, lambda kept: kept), split:
+                self._transaction.plain_forward(batch, self.num_samples, self.num_samples)
+            self._put_back()
+        return parts.num_bytes / max(1, whole.num_bytes)
+
+
+class _Held:
+    """Counts the bytes that graphs keep for backward, without parameters."""
+
+    def __init__(self, parameters: Iterable[torch.Tensor]) -> None:
+        self._known = {p.untyped_storage().data_ptr() for p in parameters}
+        self.num_bytes = 0
+
+    def pack(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Count a tensor that is saved."""
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in self._known:
+            self._known.add(storage.data_ptr())
+            self.num_bytes += storage.nbytes()
+        return tensor

@@ -1,0 +1,324 @@
+"""Measures whether a module's call can be split: whether its rows depend on its own samples alone.
+
+A call is run whole and by rows, on a few samples and under the same draws. Its outputs have to agree, and so has its
+gradient under random cotangents, for hooks and backwards of a user's own change gradients alone. It may leave nothing
+behind either: no state that each call moves, no tensor with a graph.
+"""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+
+from autoaccum.memory.oom import is_out_of_memory
+from autoaccum.verification.draws import Draws, Recording, Replaying
+from autoaccum.window.attributes import Attributes
+from autoaccum.window.gradient import count_nodes
+from autoaccum.window.split_calls import Again, Call, NotRowsError, cut
+from autoaccum.window.state import same
+
+_TOLERANCES = {torch.float64: 1e-8, torch.complex128: 1e-8, torch.float32: 1e-4, torch.complex64: 1e-4}
+"""Up to which relative error numbers of a type are the same; other types have 16 bits or fewer."""
+_OF_16_BITS = 3e-2
+
+
+class RowsOfDraws(Replaying):  # type: ignore[no-untyped-call]
+    """A mode that gives each micro-batch of a split call its rows of what the whole has drawn."""
+
+    def __init__(self, recorded: Recording, num_samples: int, *, keeps_wide: bool) -> None:
+        super().__init__(recorded, range(num_samples), num_samples, keeps_wide=keeps_wide)
+        self._recorded_draws = list(recorded.draws)
+        self._next = 0
+        self._draws = self  # type: ignore[assignment]
+        self.num_shared = 0
+        """Draws that a micro-batch was given which are those of all samples together."""
+
+    def __iter__(self) -> RowsOfDraws:
+        return self
+
+    def __next__(self) -> Any:
+        if self._next >= len(self._recorded_draws):
+            raise StopIteration
+        self._next += 1
+        return self._recorded_draws[self._next - 1]
+
+    def __exit__(self, *raised: Any) -> None:
+        """Leave the mode; what is drawn once for all samples is told by ``num_shared``."""
+        Draws.__exit__(self, *raised)  # type: ignore[no-untyped-call]
+
+    def at(self) -> int:
+        """Return where in the draws of the whole the next one is."""
+        return self._next
+
+    def go(self, place: int, low: int, high: int) -> None:
+        """Go to a place, for samples ``low`` to ``high``."""
+        self._next = place
+        self._rows = torch.arange(low, high, device="cpu")
+
+    def draw(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], returned: Any) -> Any:
+        """Return the rows in place of a draw, and count those that have none."""
+        self._is_shared = False
+        given = super().draw(func, args, kwargs, returned)
+        self.num_shared += self._is_shared
+        return given
+
+
+class RowChecks:
+    """Measures each call that is split for the first time; a call that cannot be split has its module opened."""
+
+    def __init__(self) -> None:
+        self._checked: set[Any] = set()
+        self.reasons: dict[str, str] = {}
+        """Why a module was opened, by its name in the model."""
+
+    def check(self, call: Call) -> None:
+        """Measure a call.
+
+        Raises:
+            NotRowsError: it cannot be split.
+        """
+        key = id(call.module), call.rows, call.has_grad, call.module.training
+        if key in self._checked or len(call.pieces) < 2:
+            return
+        random, place = call.random_state(), call.place
+        values = _Values(call)
+        try:
+            self._check(call, random, place, values)
+        except NotRowsError as error:
+            self.reasons[call.name] = str(error)
+            call.attributes.restore()
+            values.restore()
+            raise
+        finally:
+            call.set_random(random)
+            if call.split.draws is not None:
+                call.split.draws.go(place, 0, call.split.num_samples)
+        values.restore()
+        self._checked.add(key)
+
+    def _check(self, call: Call, random: Any, place: Any, values: _Values) -> None:
+        low, high = call.pieces[0]
+        draws = call.split.draws
+
+        def run(low: int, high: int) -> Any:
+            call.set_random(random)
+            return call.forward_of(low, high, place)
+
+        # What only a first call sets up stays; what each call moves is state.
+        run(low, high)
+        settled = Attributes(call.layers)
+        values.renew()
+        versions = [tensor._version for tensor in call.tensors]
+        shared = getattr(draws, "num_shared", 0)
+        start = count_nodes()
+        first = run(low, high).again
+        if [tensor._version for tensor in call.tensors] != versions:
+            raise NotRowsError(call.module, "it changes its inputs in place")
+        if settled.have_changed() or values.have_moved():
+            raise NotRowsError(call.module, "it moves state")
+        if getattr(draws, "num_shared", 0) > shared:
+            raise NotRowsError(call.module, "it draws once for all samples")
+        if _draws_elsewhere(random, call.random_state()):
+            raise NotRowsError(call.module, "it draws from Python's or NumPy's generator")
+        call.attributes = settled
+        if call.has_grad:
+            _refuse_other_graphs(call, first, start)
+            _refuse_what_stays(call, first)
+        del first
+        whole = run(0, call.split.num_samples)
+        columns: list[list[Any]] = []
+        gradients = _Gradients(call)
+        kept = []
+        for low, high in call.pieces:
+            found = run(low, high)
+            if found.spec != whole.spec:
+                raise NotRowsError(call.module, "its micro-batches return other structures than the whole")
+            call.needs_grad = [isinstance(one, torch.Tensor) and one.requires_grad for one in found.again.outputs]
+            columns.append([one.detach() if isinstance(one, torch.Tensor) else one for one in found.again.outputs])
+            kept.append(found.again)
+        joined = call.joined(columns)
+        for one, other in zip(whole.again.outputs, joined, strict=True):
+            if isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor):
+                if one.shape != other.shape or one.dtype != other.dtype or not _agree([one.detach()], [other]):
+                    raise NotRowsError(call.module, "its rows depend on each other")
+            elif type(one) is not type(other) or one != other:
+                raise NotRowsError(call.module, "it returns numbers that depend on the number of samples")
+        if call.has_grad and any(call.needs_grad):
+            gradients.compare(whole.again, kept)
+        sizes = {high - low for low, high in call.pieces}
+        if len(sizes) > 1 and call.name:
+            call.split.layout.rows[f"{call.name} in"] = tuple(call.rows)
+            call.split.layout.rows[f"{call.name} out"] = tuple(call.out_rows)
+
+
+class _Values:
+    """The values of what a call may move: buffers and frozen parameters, those that are small."""
+
+    _MOST_BYTES = 2**26
+
+    def __init__(self, call: Call) -> None:
+        layers = call.layers
+        found = [one for layer in layers for one in layer._buffers.values() if one is not None]
+        found += [p for layer in layers for p in layer._parameters.values() if p is not None and not p.requires_grad]
+        total = 0
+        self._held: list[tuple[torch.Tensor, torch.Tensor, int]] = []
+        for one in sorted(found, key=lambda one: one.nbytes):
+            total += one.nbytes
+            if total <= self._MOST_BYTES:
+                self._held.append((one, one.detach().clone(), one._version))
+        self._first = list(self._held)
+
+    def renew(self) -> None:
+        self._held = [(one, one.detach().clone(), one._version) for one, _, _ in self._held]
+
+    def have_moved(self) -> bool:
+        return any(not same(one, value) for one, value, _ in self._held)
+
+    @torch.no_grad()
+    def restore(self) -> None:
+        for one, value, _ in self._first:
+            if not same(one, value):
+                one.data.copy_(value)
+
+
+class _Gradients:
+    """Compares the gradient of the whole call with that of its micro-batches, under the same random cotangents."""
+
+    def __init__(self, call: Call) -> None:
+        self._call = call
+
+    def compare(self, whole: Again, parts: Sequence[Again]) -> None:
+        call, n = self._call, self._call.split.num_samples
+        generator = torch.Generator().manual_seed(0)
+        outputs = [one for one in whole.outputs if isinstance(one, torch.Tensor)]
+        cotangents = [
+            torch.randn(one.shape, generator=generator, dtype=torch.float64, device="cpu").to(one.device, one.dtype)
+            if one.requires_grad else None
+            for one in outputs
+        ]  # fmt: skip
+        try:
+            wanted = self._of(whole, cotangents, 0, n)
+            found: list[list[torch.Tensor | None]] = []
+            for part, (low, high) in zip(parts, call.pieces, strict=True):
+                found.append(self._of(part, cotangents, low, high))
+        except RuntimeError as error:
+            if is_out_of_memory(error) or "use_reentrant" in str(error):
+                if is_out_of_memory(error):
+                    raise
+                return  # a checkpoint that autograd.grad cannot go through: the window's own gradient tells
+            raise NotRowsError(call.module, f"its gradient cannot be computed by rows: {error}") from None
+        right, by_rows = [], []
+        for at, one in enumerate(wanted):
+            pieces = [each[at] for each in found]
+            rows = call.rows[at] if at < len(call.tensors) else None
+            present = [piece for piece in pieces if piece is not None]
+            if one is None and not present:
+                continue
+            like = whole.inputs[at] if at < len(call.tensors) else call.held[at - len(call.tensors)][0]
+            right.append(torch.zeros_like(like) if one is None else one)
+            if rows is None:
+                summed = torch.zeros_like(like)
+                for piece in present:
+                    summed = summed + piece
+                by_rows.append(summed)
+            else:
+                joined = torch.zeros_like(like)
+                for piece, (low, high) in zip(pieces, call.pieces, strict=True):
+                    if piece is not None:
+                        cut(joined, rows, low, high).add_(piece)
+                by_rows.append(joined)
+        if not _agree(right, by_rows):
+            raise NotRowsError(call.module, "the gradients of its rows depend on each other")
+
+    def _of(self, again: Again, cotangents: Sequence[Any], low: int, high: int) -> list[torch.Tensor | None]:
+        call = self._call
+        outputs = [one for one in again.outputs if isinstance(one, torch.Tensor)]
+        pairs = [
+            (output, cut(cotangent, rows, low, high))
+            for output, cotangent, rows in zip(outputs, cotangents, call.out_rows, strict=True)
+            if cotangent is not None and output.requires_grad
+        ]
+        leaves = [*again.inputs, *again.held]
+        learnt = [leaf for leaf in leaves if leaf.requires_grad]
+        if not pairs or not learnt:
+            return [None] * len(leaves)
+        roots, seeds = zip(*pairs, strict=True)
+        found = iter(torch.autograd.grad(roots, learnt, seeds, allow_unused=True))
+        gradients = [next(found) if leaf.requires_grad else None for leaf in leaves]
+        return [one.to_dense() if one is not None and one.is_sparse else one for one in gradients]
+
+
+@torch.no_grad()
+def _agree(wanted: Sequence[torch.Tensor], found: Sequence[torch.Tensor]) -> bool:
+    """Return whether tensors are the same but for rounding, each relative to the largest of all."""
+    scale = 0.0
+    for one in wanted:
+        if one.numel() and (one.is_floating_point() or one.is_complex()):
+            largest = one.detach().abs().nan_to_num(0, 0, 0).max().item()
+            scale = max(scale, largest)
+    for one, other in zip(wanted, found, strict=True):
+        if not one.numel():
+            continue
+        if not (one.is_floating_point() or one.is_complex()):
+            if not torch.equal(one, other):
+                return False
+            continue
+        bound = _TOLERANCES.get(one.dtype, _OF_16_BITS) * scale
+        if not torch.allclose(one, other, rtol=0.0, atol=bound, equal_nan=True):
+            return False
+    return True
+
+
+def _refuse_other_graphs(call: Call, again: Again, start: int) -> None:
+    """Refuse a call whose graph leads to what is neither its input nor held by its module."""
+    own = {id(one) for one in (*again.inputs, *again.held)}
+    seen: set[Any] = set()
+    waiting = [one.grad_fn for one in again.outputs if isinstance(one, torch.Tensor) and one.grad_fn is not None]
+    while waiting:
+        node = waiting.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        if type(node).__name__ == "AccumulateGrad":
+            if id(node.variable) not in own:
+                raise NotRowsError(call.module, "it uses a parameter that it does not hold")
+        elif node._sequence_nr() < start:
+            raise NotRowsError(call.module, "it uses a tensor with a graph that it does not hold")
+        else:
+            waiting.extend(follower for follower, _ in node.next_functions)
+
+
+class _Token:
+    """Lives as long as the node of a graph that holds it."""
+
+
+def _refuse_what_stays(call: Call, again: Again) -> None:
+    """Refuse a call that leaves a tensor with a graph behind; the micro-batch's outputs are let go of."""
+    tokens, seen = [], set()
+    waiting = [one.grad_fn for one in again.outputs if isinstance(one, torch.Tensor) and one.grad_fn is not None]
+    while waiting:
+        node = waiting.pop()
+        if node is None or node in seen or type(node).__name__ == "AccumulateGrad":
+            continue
+        seen.add(node)
+        token = _Token()
+        node.metadata["autoaccum"] = token
+        tokens.append(weakref.ref(token))
+        del token
+        waiting.extend(follower for follower, _ in node.next_functions)
+    node = None
+    seen.clear()
+    again.outputs.clear()
+    if any(token() is not None for token in tokens):
+        gc.collect()
+        if any(token() is not None for token in tokens):
+            raise NotRowsError(call.module, "it leaves a tensor with a graph behind")
+
+
+def _draws_elsewhere(before: Any, after: Any) -> bool:
+    """Return whether Python's or NumPy's generator, or one of the program's own, was drawn from."""
+    return before[0][1] is not after[0][1] and before[0][1] != after[0][1] or str(before[0][2]) != str(after[0][2])

@@ -1,0 +1,96 @@
+"""A window whose step runs once, on everything, while the modules inside it run micro-batch by micro-batch."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from dataclasses import replace
+import torch
+
+from autoaccum.memory.oom import is_out_of_memory
+from autoaccum.planning.attempts import Piece
+from autoaccum.window.gradient import Gradient, Repeat
+from autoaccum.window.split_calls import Layout, MovedError, NotRowsError, SplitCalls
+from autoaccum.window.transaction import Transaction
+
+
+class JoinableTransaction(Transaction):
+    """Adds micro-batches to a window's gradient, or joins them: whichever of the two rules is in force.
+
+    A joined window is a window of one micro-batch to everything around it: one loss, one backward, nothing to weigh.
+    """
+
+    layout: Layout | None = None
+    """Which modules are split in joined windows; None where windows are weighted."""
+
+    def _begin_anew(self, num_samples: int = 0) -> None:
+        super()._begin_anew(num_samples)
+        self._cut: list[int] = []
+
+    def add(self, piece: Piece) -> None:
+        """Add a micro-batch; a joined window only takes its size, and runs it as a trial where it is one."""
+        if self.layout is None:
+            super().add(piece)
+            return
+        if piece.is_trial and piece.size < self._num_samples:
+            self._try(piece)
+        self._cut.append(piece.size)
+
+    def _try(self, piece: Piece) -> None:
+        """Run a micro-batch by itself, of which nothing remains but its time and its memory."""
+        before = self._state()
+        batch = self.snapshot.read_by(lambda: self._window.micro_batch(piece.start, piece.size))
+        try:
+            loss = self.plain_forward(batch, piece.size, self._num_samples)
+            if loss.requires_grad:
+                loss.backward()
+        except Exception as error:  # of a step that wants the whole window: what it took until then is measured
+            if is_out_of_memory(error):
+                raise
+        finally:
+            loss = self._computed = None
+            self._gradients.drop()
+            before.restore()
+
+    def finish(self) -> Gradient | Repeat:
+        """Complete the gradient; run the window now where it is joined.
+
+        A module that cannot be split after all is opened, and the window is run again.
+        """
+        if self.layout is None:
+            return super().finish()
+        sizes = tuple(self._cut)
+        refused = self._run_joined(self.layout, sizes)
+        if refused is not None:
+            is_new = isinstance(refused, MovedError) and not self.layout.is_copied(refused.module)
+            (self.layout.copy if is_new else self.layout.open)(refused.module)
+            return Repeat(sizes=sizes)
+        outcome = super().finish()
+        if isinstance(outcome, Repeat):
+            return Repeat(sizes=sizes)
+        return replace(outcome, sizes=sizes, own=sizes)
+
+    def _run_joined(self, layout: Layout, sizes: tuple[int, ...]) -> NotRowsError | MovedError | None:
+        """Run the window; return what has refused to be split."""
+        compiled = self._job.model
+        bare = getattr(compiled, "_orig_mod", compiled)
+        is_eager = compiled is not bare and layout.is_opened(bare)
+        split = SplitCalls(
+            layout, sizes, self._job.device,
+            generators=self.snapshot.generators(),
+            instead={id(bare): compiled} if compiled is not bare and not is_eager else None,
+        )  # fmt: skip
+        try:
+            with torch.compiler.set_stance("force_eager") if is_eager else nullcontext(), split:
+                super().add(Piece(0, self._num_samples))
+        except (NotRowsError, MovedError) as error:
+            return error.with_traceback(None)
+        return None
+
+    def join(self, layout: Layout) -> None:
+        """Join windows from the next attempt on."""
+        self.layout = layout
+        self.hypothesis = None
+
+    def weigh(self) -> None:
+        """Weigh micro-batches from the next attempt on."""
+        self.layout = None

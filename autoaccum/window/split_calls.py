@@ -1,0 +1,890 @@
+"""Splits the calls of modules into micro-batches of rows, so that a window's loss is computed once, on everything.
+
+::
+
+    with SplitCalls(layout, sizes, device):
+        loss = step(model, whole_window)    # each outermost call of a module runs by rows, and keeps no graph
+        loss.backward()                     # each micro-batch runs again, with a graph, one at a time
+
+A call returns the joined outputs of its micro-batches. When backward arrives at it with the gradient of these outputs, it
+runs each micro-batch again and goes back through it: gradient checkpointing by rows instead of by layers (Tianqi Chen
+et al. 2016, https://arxiv.org/abs/1604.06174), which GradCache does for one encoder and one loss (Luyu Gao et al. 2021,
+https://arxiv.org/abs/2101.06983). The last micro-batch keeps its graph and does not run again.
+
+A module whose outputs are no rows, such as a model that returns its own loss, is *opened*: its own code runs on the
+whole window, and its children are split in its place. ``Layout`` says which modules are opened.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, nullcontext
+from typing import Any, NamedTuple, Protocol
+
+import torch
+from torch import nn
+from torch.utils import _pytree as pytree
+
+from autoaccum.data import randomness
+from autoaccum.data.randomness import generator_state, set_generator_state
+from autoaccum.memory.oom import is_out_of_memory
+from autoaccum.window.attributes import Attributes
+from autoaccum.window.surroundings import is_generator
+
+_PLAIN = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size, type)
+"""Types of arguments that are the same for every micro-batch."""
+_TENSORS = (torch.Tensor, nn.Parameter, nn.Buffer)
+"""Types of tensors that can be cut; a subclass may mean something else by its rows."""
+
+Rows = tuple[int, int]
+"""The dimension in which samples lie, and how many rows each of them has there."""
+
+
+class NotRowsError(Exception):
+    """A module's call cannot be split, so the module has to be opened."""
+
+    def __init__(self, module: nn.Module, why: str) -> None:
+        super().__init__(why)
+        self.module = module
+
+
+class MovedError(Exception):
+    """The step has changed what a call needs to run again, so the call has to keep copies."""
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__("an input, a buffer or a frozen parameter was changed after the call")
+        self.module = module
+
+
+class Layout:
+    """Which modules are split, and which are opened."""
+
+    def __init__(self, roots: Iterable[nn.Module]) -> None:
+        """Begin with the outermost of these modules split."""
+        modules = list(roots)
+        inner = {id(part) for module in modules for part in module.modules() if part is not module}
+        self.roots = [module for module in modules if id(module) not in inner]
+        self._names = {id(part): f"{at}.{name}" for at, root in enumerate(self.roots) for name, part in named(root)}
+        self._opened: dict[int, nn.Module] = {}
+        self._copied: dict[int, nn.Module] = {}
+        self.rows: dict[str, tuple[Rows | None, ...]] = {}
+        """Where the samples lie in each tensor of a call, by the module's name, as was measured."""
+
+    def open(self, module: nn.Module) -> None:
+        """Run a module's own code on the whole window, and split its children."""
+        self._opened[id(module)] = module
+
+    def copy(self, module: nn.Module) -> None:
+        """Have a module's calls keep copies of what a step may change."""
+        self._copied[id(module)] = module
+
+    def is_opened(self, module: nn.Module) -> bool:
+        """Return whether a module's own code runs on the whole window."""
+        return id(module) in self._opened
+
+    def is_copied(self, module: nn.Module) -> bool:
+        """Return whether a module's calls keep copies."""
+        return id(module) in self._copied
+
+    def name(self, module: nn.Module) -> str:
+        """Return a name that is the same in another process."""
+        return self._names.get(id(module), "")
+
+    def name_in_model(self, module: nn.Module) -> str:
+        """Return a module's name as the user knows it: in the model, or its class where it is a root."""
+        at, _, name = self.name(module).partition(".")
+        return name or (type(self.roots[int(at)]).__name__ if at else "")
+
+    def opened(self) -> list[nn.Module]:
+        """Return the modules whose own code runs on the whole window."""
+        return list(self._opened.values())
+
+    def split(self) -> list[nn.Module]:
+        """Return the modules that are split."""
+        found: dict[int, nn.Module] = {}
+        waiting = list(self.roots)
+        seen = set()
+        while waiting:
+            module = waiting.pop()
+            if id(module) in seen:
+                continue
+            seen.add(id(module))
+            if self.is_opened(module):
+                waiting.extend(called_children(module))
+            else:
+                found[id(module)] = module
+        return list(found.values())
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return plain values, for a checkpoint."""
+        return {
+            "opened": sorted(self._names.get(id(m), "") for m in self._opened.values()),
+            "copied": sorted(self._names.get(id(m), "") for m in self._copied.values()),
+            "rows": {name: list(rows) for name, rows in self.rows.items()},
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Put back what ``state_dict`` returned."""
+        modules = {self._names[id(part)]: part for root in self.roots for _, part in named(root)}
+        self._opened = {id(modules[name]): modules[name] for name in state["opened"] if name in modules}
+        self._copied = {id(modules[name]): modules[name] for name in state["copied"] if name in modules}
+        self.rows = {
+            name: tuple(None if one is None else (one[0], one[1]) for one in rows)
+            for name, rows in state["rows"].items()
+        }
+
+
+def named(root: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """Yield a module's parts with their names, itself first; without what torch.compile wraps around it."""
+    for name, part in root.named_modules():
+        yield name.replace("_orig_mod.", "").replace("_orig_mod", ""), part
+
+
+def called_children(module: nn.Module) -> Iterator[nn.Module]:
+    """Yield the modules inside one that can be called; a list of modules cannot."""
+    for child in module.children():
+        if isinstance(child, nn.ModuleList | nn.ModuleDict):
+            yield from called_children(child)
+        else:
+            yield child
+
+
+class Draws(Protocol):
+    """Gives micro-batches their rows of what was drawn for all samples, where a window is measured."""
+
+    def at(self) -> Any:
+        """Return where in the draws of the whole the next one is."""
+
+    def go(self, place: Any, low: int, high: int) -> None:
+        """Go to a place, for samples ``low`` to ``high``."""
+
+
+class Checks(Protocol):
+    """Measures whether a call can be split: see ``verification.rows``."""
+
+    def check(self, call: Call) -> None:
+        """Raise ``NotRowsError`` where it cannot."""
+
+
+class SplitCalls:
+    """Within it, the outermost calls of modules run by rows; use it as a context around forward and backward."""
+
+    def __init__(
+        self,
+        layout: Layout,
+        sizes: Sequence[int],
+        device: torch.device,
+        *,
+        generators: Sequence[Any] = (),
+        instead: dict[int, nn.Module] | None = None,
+        checks: Checks | None = None,
+        draws: Draws | None = None,
+    ) -> None:
+        """Set up.
+
+        Args:
+            layout: which modules are split.
+            sizes: samples of each micro-batch.
+            device: where modules compute.
+            generators: those that modules draw from, besides the default ones.
+            instead: what torch.compile has made of a module, by the module's id: that is what steps call.
+            checks: measures calls, and opens modules as it finds them unfit; None: ``NotRowsError`` goes to the caller.
+            draws: gives micro-batches their rows of recorded draws.
+        """
+        self.layout = layout
+        self.device = device
+        self.num_samples = sum(sizes)
+        self.pieces: list[tuple[int, int]] = []
+        for size in sizes:
+            low = self.pieces[-1][1] if self.pieces else 0
+            self.pieces.append((low, low + size))
+        self.num_calls = 0
+        """Calls that were split."""
+        self.checks = checks
+        self.draws = draws
+        self.generators = list(generators)
+        self._instead = instead or {}
+        self._installed: list[tuple[nn.Module, Any]] = []
+        self._is_inside = False
+        self._thread = 0
+
+    def __enter__(self) -> SplitCalls:
+        """Put itself in the place of the calls of modules."""
+        self._thread = threading.get_ident()
+        for module in self.layout.split():
+            self._install(self._instead.get(id(module), module), module)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Leave modules as they were."""
+        for target, before in reversed(self._installed):
+            if before is None:
+                vars(target).pop("_compiled_call_impl", None)
+            else:
+                _set_slot(target, before)
+        self._installed.clear()
+
+    def _install(self, target: nn.Module, module: nn.Module) -> None:
+        # The slot that Module.compile() uses: per instance, asked for before anything else of a call, and in no copy
+        # or pickle of the module once this is left.
+        before = vars(target).get("_compiled_call_impl")
+        compiled = before or (target._call_impl if isinstance(target, torch.jit.ScriptModule) else None)
+
+        def called(*args: Any, **kwargs: Any) -> Any:
+            if self._passes() or self.layout.is_opened(module):
+                return (before or target._call_impl)(*args, **kwargs)
+            if compiled is not None:
+                return self._split(module, compiled, args, kwargs)
+            return self._within_hooks(target, module, args, kwargs)
+
+        self._installed.append((target, before))
+        _set_slot(target, called)
+
+    def _passes(self) -> bool:
+        """Return whether a call is not split: within another one, of one micro-batch, traced, or of another thread."""
+        return (
+            self._is_inside
+            or len(self.pieces) < 2
+            or threading.get_ident() != self._thread
+            or torch.compiler.is_compiling()
+            or torch._C._are_functorch_transforms_active()
+            or torch.autograd.forward_ad._current_level >= 0
+        )
+
+    def _within_hooks(self, target: nn.Module, module: nn.Module, args: Any, kwargs: Any) -> Any:
+        """Call a module such that its own hooks see the whole window, and its forward is split."""
+        own, forward = vars(target).get("forward"), target.forward
+
+        def split(*args: Any, **kwargs: Any) -> Any:
+            put_back()
+            return self._split(module, forward, args, kwargs)
+
+        def put_back() -> None:
+            if own is None:
+                vars(target).pop("forward", None)
+            else:
+                vars(target)["forward"] = own
+
+        vars(target)["forward"] = split
+        try:
+            return target._call_impl(*args, **kwargs)
+        finally:
+            put_back()
+
+    def _split(self, module: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        if self.checks is None:
+            return Call(self, module, forward, args, kwargs).run()
+        # Fresh containers, for a forward may put things into those that it is given.
+        leaves, spec = pytree.tree_flatten((args, kwargs))
+        try:
+            own_args, own_kwargs = pytree.tree_unflatten(leaves, spec)
+            return Call(self, module, forward, own_args, own_kwargs).run()
+        except NotRowsError as error:
+            if error.module is not module:
+                raise
+        self.layout.open(module)
+        for child in called_children(module):
+            if all(target is not child for target, _ in self._installed):
+                self._install(self._instead.get(id(child), child), child)
+        return forward(*args, **kwargs)
+
+    def inside(self) -> AbstractContextManager[None]:
+        """Make the context of a micro-batch, in which no call is split."""
+        return _Inside(self)
+
+
+class _Inside:
+    def __init__(self, owner: SplitCalls) -> None:
+        self._owner = owner
+
+    def __enter__(self) -> None:
+        self._before, self._owner._is_inside = self._owner._is_inside, True
+
+    def __exit__(self, *_: object) -> None:
+        self._owner._is_inside = self._before
+
+
+def _set_slot(module: nn.Module, value: Any) -> None:
+    if isinstance(module, torch.jit.ScriptModule):
+        module._compiled_call_impl = value
+    else:
+        vars(module)["_compiled_call_impl"] = value
+
+
+class Again(NamedTuple):
+    """A micro-batch that has a graph."""
+
+    inputs: list[torch.Tensor]
+    outputs: list[Any]
+    held: list[torch.Tensor]
+    """What stands for the tensors that the module holds."""
+
+
+class Call:
+    """One call of a module, split."""
+
+    def __init__(
+        self, split: SplitCalls, module: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any
+    ) -> None:
+        self.split = split
+        self.module = module
+        self.pieces = split.pieces
+        self._forward = forward
+        self._leaves, self._spec = pytree.tree_flatten((args, kwargs))
+        self._places = [at for at, leaf in enumerate(self._leaves) if isinstance(leaf, torch.Tensor)]
+        self.tensors: list[torch.Tensor] = [self._leaves[at] for at in self._places]
+        self.name = split.layout.name(module)
+        self.layers = [part for part in module.modules() if not isinstance(part, torch.jit.ScriptModule)]
+        self.has_grad = torch.is_grad_enabled()
+        kinds = dict.fromkeys(("cpu", split.device.type))
+        self._autocast = [
+            (kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind), torch.is_autocast_cache_enabled())
+            for kind in kinds
+        ]
+        self.held = held_by(module)
+        self.spec: Any = None  # of the outputs
+        self.out_rows: list[Rows | None] = []  # of each output that is a tensor; None: the same in each micro-batch
+        self.random: list[Any] = []
+        self.place = None if split.draws is None else split.draws.at()
+        self.kept: dict[int, Again] = {}
+
+    def run(self) -> Any:
+        """Run the call by rows; return what it returns for the whole window."""
+        split = self.split
+        for leaf in self._leaves:
+            if isinstance(leaf, torch.Tensor):
+                if type(leaf) not in _TENSORS or leaf.layout is not torch.strided or leaf.is_nested:
+                    raise NotRowsError(self.module, f"an argument is a {type(leaf).__name__}")
+            elif not isinstance(leaf, (*_PLAIN, torch.Generator)) and not callable(leaf):
+                raise NotRowsError(self.module, f"an argument is a {type(leaf).__name__}")
+        self.rows = self._find_rows()
+        if not any(self.rows):
+            # Nothing in it depends on the samples; what it computes is computed once.
+            return self._forward(*pytree.tree_unflatten(self._leaves, self._spec)[0], **self._kwargs())
+        self.attributes = Attributes(self.layers)
+        if split.checks is not None:
+            split.checks.check(self)
+        versions = [tensor._version for tensor in self.tensors]
+        before = split.draws.at() if split.draws is not None else None
+        parts: list[list[Any]] = []
+        for index, (low, high) in enumerate(self.pieces):
+            if index and split.draws is not None:
+                self.begin_alike()
+            self.random.append(self.random_state())
+            found = self.forward_of(low, high, before)
+            if self.spec is not None and found.spec != self.spec:
+                raise NotRowsError(self.module, "its micro-batches return different structures")
+            self.spec = found.spec
+            if self.has_grad and index == len(self.pieces) - 1:
+                self.kept[index] = found.again
+            parts.append([one.detach() if isinstance(one, torch.Tensor) else one for one in found.again.outputs])
+            self.needs_grad = [isinstance(one, torch.Tensor) and one.requires_grad for one in found.again.outputs]
+            del found
+        if split.draws is not None:
+            split.draws.go(split.draws.at(), 0, split.num_samples)
+        if [tensor._version for tensor in self.tensors] != versions:
+            raise NotRowsError(self.module, "it changes its inputs in place")
+        split.num_calls += 1
+        joined = self.joined(parts)
+        if not self.has_grad or not any(self.needs_grad):
+            self.kept.clear()
+            return pytree.tree_unflatten(joined, self.spec)
+        self._keep_for_later()
+        self.outputs: list[torch.Tensor] = [one for one in joined if isinstance(one, torch.Tensor)]
+        self.is_tensor = [isinstance(one, torch.Tensor) for one in joined]
+        others = [None if isinstance(one, torch.Tensor) else one for one in joined]
+        del joined
+        # A Function with gradients of its own for everything that the call depends on: so that autograd.grad, hooks and
+        # wrappers see the gradient of the call as they see any other.
+        returned = iter(_SplitCall.apply(self, *self.tensors, *[one for one, _ in self.held]))  # type: ignore[no-untyped-call]
+        whole = [next(returned) if is_tensor else one for is_tensor, one in zip(self.is_tensor, others, strict=True)]
+        return pytree.tree_unflatten(whole, self.spec)
+
+    def _kwargs(self) -> Any:
+        return pytree.tree_unflatten(self._leaves, self._spec)[1]
+
+    def _find_rows(self) -> tuple[Rows | None, ...]:
+        """Return in which dimension of each tensor the samples lie, as was measured, or as shapes have it."""
+        n, known = self.split.num_samples, self.split.layout.rows.get(f"{self.name} in")
+        found: list[Rows | None] = []
+        for at, tensor in enumerate(self.tensors):
+            rows = rows_of(tensor.shape, n)
+            if known is not None and len(known) == len(self.tensors):
+                measured = known[at]
+                rows = None if measured is None else rows_in(tensor.shape, measured[0], n)
+            found.append(rows)
+        return tuple(found)
+
+    def _keep_for_later(self) -> None:
+        """Keep what a micro-batch needs to run again, and note how it can be seen whether it was changed since."""
+        moving = [b for layer in self.layers for b in layer._buffers.values() if b is not None]
+        moving += [p for layer in self.layers for p in layer._parameters.values() if p is not None]
+        moving = [one for one in moving if not one.requires_grad]
+        self._values: list[tuple[torch.Tensor, torch.Tensor]] = []
+        if self.split.layout.is_copied(self.module):
+            self._values = [(one, one.detach().clone()) for one in moving]
+            self.tensors = [tensor.clone() for tensor in self.tensors]
+            moving = []
+        # A list of a buffer's value for each call would be another copy of the model's state; a version costs nothing.
+        self._versions = [(one, one._version) for one in (*moving, *self.tensors)]
+
+    def was_moved(self) -> bool:
+        """Return whether the step has changed what a micro-batch would need to run again."""
+        return any(one._version != version for one, version in self._versions)
+
+    def forward_of(self, low: int, high: int, place: Any = None) -> Forward:
+        """Run samples ``low`` to ``high`` forward; what comes is detached from what the step has computed.
+
+        Raises:
+            NotRowsError: it fails on them.
+        """
+        inputs = self._inputs(self.tensors, low, high, grad=self.has_grad)
+        if self.split.draws is not None:
+            self.split.draws.go(place, low, high)
+        held = self.stand_in([one for one, _ in self.held]) if self.has_grad else []
+        try:
+            outputs, spec = self.call(inputs)
+        except NotRowsError:
+            raise
+        except Exception as error:
+            if is_out_of_memory(error):
+                raise
+            raise NotRowsError(self.module, f"it fails on a micro-batch: {type(error).__name__}: {error}") from None
+        finally:
+            if self.has_grad:
+                self.put_back_held()
+        return Forward(Again(inputs, outputs, held), spec)
+
+    def _inputs(self, tensors: Sequence[torch.Tensor], low: int, high: int, *, grad: bool) -> list[torch.Tensor]:
+        return [
+            cut(tensor, rows, low, high).detach().requires_grad_(grad and tensor.requires_grad)
+            for tensor, rows in zip(tensors, self.rows, strict=False)
+        ]
+
+    def call(self, tensors: Sequence[torch.Tensor]) -> tuple[list[Any], Any]:
+        """Call the module itself with these tensors; return its outputs, flat, and their structure."""
+        leaves = list(self._leaves)
+        for at, tensor in zip(self._places, tensors, strict=True):
+            leaves[at] = tensor
+        args, kwargs = pytree.tree_unflatten(leaves, self._spec)
+        # Weights that autocast has cast and kept would tie one micro-batch's graph to another's.
+        torch.clear_autocast_cache()
+        with self.split.inside(), _own_saved_tensors():
+            found = self._forward(*args, **kwargs)
+        torch.clear_autocast_cache()
+        outputs, spec = pytree.tree_flatten(found)
+        for one in outputs:
+            if not isinstance(one, (torch.Tensor, *_PLAIN)):
+                raise NotRowsError(self.module, f"it returns a {type(one).__name__}")
+        return outputs, spec
+
+    # What the module holds that has a gradient.
+
+    def stand_in(self, held: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """Have the module hold stand-ins for what has a graph or hooks of its own; return what gradients are of."""
+        found = []
+        for (tensor, places), value in zip(self.held, held, strict=True):
+            if tensor.is_leaf and not tensor._backward_hooks:
+                found.append(value)
+                continue
+            detached = value.detach()
+            alias = nn.Parameter(detached) if isinstance(tensor, nn.Parameter) else detached.requires_grad_()
+            for namespace, name in places:
+                namespace[name] = alias
+            found.append(alias)
+        return found
+
+    def put_back_held(self) -> None:
+        """Have the module hold its own tensors again."""
+        for tensor, places in self.held:
+            if not tensor.is_leaf or tensor._backward_hooks:
+                for namespace, name in places:
+                    namespace[name] = tensor
+
+    # Outputs.
+
+    def joined(self, parts: list[list[Any]]) -> list[Any]:
+        """Join the outputs of all micro-batches; the lists are emptied on the way, for what they hold is large.
+
+        Raises:
+            NotRowsError: an output has no row for each sample.
+        """
+        sizes = [high - low for low, high in self.pieces]
+        known = self.split.layout.rows.get(f"{self.name} out")
+        count = sum(isinstance(one, torch.Tensor) for one in parts[0])
+        joined: list[Any] = []
+        self.out_rows = []
+        for at in range(len(parts[0])):
+            column = [part[at] for part in parts]
+            for part in parts:
+                part[at] = None
+            first = column[0]
+            if not isinstance(first, torch.Tensor):
+                if any(type(one) is not type(first) or one != first for one in column):
+                    raise NotRowsError(self.module, "it returns numbers that differ between micro-batches")
+                joined.append(first)
+                continue
+            if any(type(one) not in _TENSORS or one.layout is not torch.strided for one in column):
+                raise NotRowsError(self.module, f"it returns a {type(first).__name__}")
+            measured = known[len(self.out_rows)] if known is not None and len(known) == count else None
+            rows = joined_rows(column, sizes, measured)
+            if rows is None and not self.needs_grad[at] and _are_equal(column):
+                self.out_rows.append(None)  # of no sample, such as positions
+                joined.append(first)
+                continue
+            if rows is None:
+                raise NotRowsError(self.module, "an output has no row for each sample")
+            self.out_rows.append(rows)
+            joined.append(torch.cat(column, rows[0]))
+        return joined
+
+    # Random states and state.
+
+    def random_state(self) -> Any:
+        """Return all random states that a micro-batch may draw from."""
+        generators = {id(one): one for one in (*self.split.generators, *self._own_generators())}
+        return randomness.get_state(self.split.device), [(one, generator_state(one)) for one in generators.values()]
+
+    def _own_generators(self) -> list[Any]:
+        return [one for one in self._leaves if isinstance(one, torch.Generator)] + [
+            value for layer in self.layers for value in vars(layer).values() if is_generator(value)
+        ]
+
+    def set_random(self, state: Any) -> None:
+        """Put back what ``random_state`` returned."""
+        randomness.set_state(state[0], self.split.device)
+        for generator, value in state[1]:
+            set_generator_state(generator, value)
+
+    def begin_alike(self) -> None:
+        """Put back the random states with which the first micro-batch began."""
+        self.set_random(self.random[0])
+
+    def again(self, index: int, tensors: Sequence[torch.Tensor]) -> Again:
+        """Run a micro-batch again as it ran before, with a graph."""
+        low, high = self.pieces[index]
+        draws = self.split.draws
+        now, place = self.random_state(), None if draws is None else draws.at()
+        with ExitStack() as stack:
+            stack.enter_context(torch.enable_grad())
+            for kind, enabled, dtype, cached in self._autocast:
+                stack.enter_context(torch.autocast(kind, enabled=enabled, dtype=dtype, cache_enabled=cached))
+            inputs = self._inputs(tensors, low, high, grad=True)
+            self.set_random(self.random[index])
+            if draws is not None:
+                draws.go(self.place, low, high)
+            held = self.stand_in(tensors[len(self.tensors) :])
+            try:
+                outputs, _ = self.call(inputs)
+            finally:
+                self.set_random(now)
+                if draws is not None:
+                    draws.go(place, 0, self.split.num_samples)
+        return Again(inputs, outputs, held)
+
+    def as_it_was(self) -> AbstractContextManager[None]:
+        """Make a context in which the module is as it was when it was called: modes, adapters, weights in use."""
+        return _AsItWas(self)
+
+
+class Forward(NamedTuple):
+    """A micro-batch that was run forward."""
+
+    again: Again
+    spec: Any
+
+
+class _AsItWas:
+    def __init__(self, call: Call) -> None:
+        self._call = call
+
+    def __enter__(self) -> None:
+        call = self._call
+        self._now: Attributes | None = None
+        self._values: list[tuple[torch.Tensor, torch.Tensor]] = []
+        if call.attributes.have_changed():
+            self._now = Attributes(call.layers)
+            call.attributes.restore()
+        with torch.no_grad():
+            for one, value in call._values:
+                self._values.append((one, one.detach().clone()))
+                one.data.copy_(value)  # past its version, which a graph that is kept may be waiting for
+
+    def __exit__(self, *_: object) -> None:
+        with torch.no_grad():
+            for one, value in self._values:
+                one.data.copy_(value)
+        self._call.put_back_held()
+        if self._now is not None:
+            self._now.restore()
+
+
+def rows_of(shape: Sequence[int], num_samples: int) -> Rows | None:
+    """Return where samples lie in a tensor: several rows of each in dim 0, or one in dim 1; None: in neither."""
+    if shape and shape[0] and shape[0] % num_samples == 0:
+        return 0, shape[0] // num_samples
+    if len(shape) > 1 and shape[1] == num_samples:
+        return 1, 1
+    return None
+
+
+def rows_in(shape: Sequence[int], dim: int, num_samples: int) -> Rows | None:
+    """Return the rows of each sample in a dimension that was measured to hold samples."""
+    if dim < len(shape) and shape[dim] and shape[dim] % num_samples == 0:
+        return dim, shape[dim] // num_samples
+    return None
+
+
+def joined_rows(parts: Sequence[torch.Tensor], sizes: Sequence[int], measured: Rows | None) -> Rows | None:
+    """Return where samples lie in the outputs of micro-batches: the dim that grows with their sizes."""
+    first = parts[0]
+    dims = list(range(first.ndim)) if measured is None else [measured[0]]
+    is_uneven = len(set(sizes)) > 1
+    # Only sizes that differ tell a dimension of samples from another one of the same extent.
+    for dim in dims if is_uneven else dims[:1]:
+        shapes = {(*part.shape[:dim], *part.shape[dim + 1 :]) for part in parts}
+        if len(shapes) > 1 or dim >= first.ndim:
+            continue
+        extents = [part.shape[dim] for part in parts]
+        if all(e and e % size == 0 for e, size in zip(extents, sizes, strict=True)):
+            each = {e // size for e, size in zip(extents, sizes, strict=True)}
+            if len(each) == 1:
+                return dim, each.pop()
+    return None
+
+
+def cut(tensor: torch.Tensor, rows: Rows | None, low: int, high: int) -> torch.Tensor:
+    """Return the rows of samples ``low`` to ``high``; all of a tensor that has no rows of samples."""
+    return tensor if rows is None else tensor.narrow(rows[0], low * rows[1], (high - low) * rows[1])
+
+
+def _are_equal(parts: Sequence[torch.Tensor]) -> bool:
+    return all(part.shape == parts[0].shape and torch.equal(part, parts[0]) for part in parts[1:])
+
+
+Held = list[tuple[torch.Tensor, list[tuple[Any, str]]]]
+"""Tensors that need gradients, each with the namespaces and names that it is found by."""
+
+
+def held_by(module: nn.Module) -> Held:
+    """Return the tensors with gradients that a module reaches by itself: parameters, buffers and attributes."""
+    found: dict[int, tuple[torch.Tensor, list[tuple[Any, str]]]] = {}
+    for part in module.modules():
+        if isinstance(part, torch.jit.ScriptModule):
+            namespaces: tuple[Any, ...] = (dict(part.named_parameters(recurse=False)),)
+        else:
+            namespaces = (part._parameters, part._buffers, vars(part))
+        for namespace in namespaces:
+            for name, value in namespace.items():
+                if isinstance(value, torch.Tensor) and value.requires_grad:
+                    found.setdefault(id(value), (value, []))[1].append((namespace, name))
+    return list(found.values())
+
+
+def _own_saved_tensors() -> AbstractContextManager[Any]:
+    """Keep what a micro-batch saves for its backward out of the sight of hooks around the whole call."""
+    if torch._C._autograd._top_saved_tensors_default_hooks(True) is None:
+        return nullcontext()
+    return torch.autograd.graph.saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor)
+
+
+class _SplitCall(torch.autograd.Function):
+    """The joined outputs of a call, as a function of its inputs and of what the module holds."""
+
+    @staticmethod
+    def forward(ctx: Any, call: Call, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        ctx.call = call
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(*tensors)
+        outputs, call.outputs = tuple(call.outputs), []
+        learnt = [need for need, is_tensor in zip(call.needs_grad, call.is_tensor, strict=True) if is_tensor]
+        ctx.mark_non_differentiable(*[one for one, need in zip(outputs, learnt, strict=True) if not need])
+        return outputs
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
+        call = ctx.call
+        if call.was_moved():
+            raise MovedError(call.module)
+        tensors = ctx.saved_tensors
+        known = [at for at, gradient in enumerate(gradients) if gradient is not None]
+        wanted = [at for at, tensor in enumerate(tensors) if tensor.requires_grad]
+        full: list[torch.Tensor | None] = [None] * len(tensors)
+        if known:
+            given = [gradients[at] for at in known]
+            if torch.is_grad_enabled():
+                found = _SplitGradient.apply(call, known, wanted, len(tensors), *tensors, *given)  # type: ignore[no-untyped-call]
+            else:
+                found = _go_back(call, known, wanted, tensors, given, is_direct=True)
+            for at, gradient in zip(wanted, found, strict=True):
+                full[at] = gradient
+        return None, *full
+
+
+def _accumulates(tensor: torch.Tensor) -> bool:
+    """Return whether the backward that is running adds to a parameter's ``.grad``, and nobody listens to that."""
+    if not tensor.is_leaf:
+        return True
+    if tensor._post_accumulate_grad_hooks or tensor._backward_hooks:
+        return False
+    try:
+        node = torch.autograd.graph.get_gradient_edge(tensor).node
+        return bool(torch._C._will_engine_execute_node(node))
+    except RuntimeError:
+        return False
+
+
+def _go_back(
+    call: Call,
+    known: Sequence[int],
+    wanted: Sequence[int],
+    tensors: Sequence[torch.Tensor],
+    gradients: Sequence[Any],
+    *,
+    is_direct: bool,
+) -> list[torch.Tensor | None]:
+    """Run each micro-batch again, the last one first, and go back through it.
+
+    Args:
+        call: the call.
+        known: the outputs, by their place, that ``gradients`` are of.
+        wanted: the tensors, by their place, whose gradients are returned.
+        tensors: inputs of the call, and what the module holds.
+        gradients: of the outputs.
+        is_direct: whether parameters may get their gradient in ``.grad`` at once, which saves a copy of all of them.
+    """
+    inputs = len(call.tensors)
+    is_direct = is_direct and all(_accumulates(tensors[at]) for at in wanted if at >= inputs)
+    sums: dict[int, torch.Tensor] = {}
+    with call.as_it_was():
+        for index in reversed(range(len(call.pieces))):
+            low, high = call.pieces[index]
+            again = call.kept.pop(index, None) or call.again(index, tensors)
+            found = _gradient_of(call, again, known, wanted, tensors, gradients, low, high, is_direct=is_direct)
+            del again
+            for at, gradient in zip(wanted, found, strict=True):
+                if gradient is None:
+                    continue
+                if at < inputs and call.rows[at] is not None:
+                    if at not in sums:
+                        sums[at] = torch.zeros_like(tensors[at])
+                    cut(sums[at], call.rows[at], low, high).add_(gradient)
+                else:
+                    sums[at] = gradient if at not in sums else sums[at] + gradient
+            del found
+    return [sums.get(at) for at in wanted]
+
+
+def _gradient_of(
+    call: Call,
+    again: Again,
+    known: Sequence[int],
+    wanted: Sequence[int],
+    tensors: Sequence[torch.Tensor],
+    gradients: Sequence[Any],
+    low: int,
+    high: int,
+    *,
+    is_direct: bool,
+) -> list[torch.Tensor | None]:
+    inputs = len(call.tensors)
+    outputs = [one for one in again.outputs if isinstance(one, torch.Tensor)]
+    pairs = [
+        (outputs[at], cut(gradient, call.out_rows[at], low, high))
+        for at, gradient in zip(known, gradients, strict=True)
+        if outputs[at].requires_grad
+    ]
+    leaves = [again.inputs[at] if at < inputs else again.held[at - inputs] for at in wanted]
+    if not pairs:
+        return [None] * len(leaves)
+    roots, seeds = zip(*pairs, strict=True)
+    if is_direct:
+        torch.autograd.backward(roots, seeds)
+        # What a parameter got is in its place already.
+        return [
+            leaf.grad if at < inputs or leaf is not tensors[at] else None
+            for at, leaf in zip(wanted, leaves, strict=True)
+        ]
+    try:
+        return list(torch.autograd.grad(roots, leaves, seeds, allow_unused=True))
+    except RuntimeError as error:
+        if "use_reentrant" not in str(error):
+            raise
+    # A checkpoint of the old kind knows backward() alone; what lies in ``.grad`` waits meanwhile.
+    index = call.pieces.index((low, high))
+    again = call.again(index, tensors)
+    leaves = [again.inputs[at] if at < inputs else again.held[at - inputs] for at in wanted]
+    outputs = [one for one in again.outputs if isinstance(one, torch.Tensor)]
+    aside = [leaf.grad for leaf in leaves]
+    for leaf in leaves:
+        leaf.grad = None
+    torch.autograd.backward([outputs[at] for at in known if outputs[at].requires_grad], list(seeds))
+    found = [leaf.grad for leaf in leaves]
+    for leaf, gradient in zip(leaves, aside, strict=True):
+        leaf.grad = gradient
+    return found
+
+
+class _SplitGradient(torch.autograd.Function):
+    """The gradient of a split call as a function of its own, so that it can be differentiated once more."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, call: Call, known: list[int], wanted: list[int], num_tensors: int, *given: torch.Tensor
+    ) -> tuple[torch.Tensor | None, ...]:
+        ctx.call, ctx.known, ctx.wanted, ctx.num_tensors = call, known, wanted, num_tensors
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(*given)
+        tensors, gradients = given[:num_tensors], given[num_tensors:]
+        return tuple(_go_back(call, known, wanted, tensors, gradients, is_direct=False))
+
+    @staticmethod
+    def backward(ctx: Any, *seconds: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
+        call, known, wanted, n = ctx.call, ctx.known, ctx.wanted, ctx.num_tensors
+        given = ctx.saved_tensors
+        tensors, gradients, inputs = given[:n], given[n:], len(call.tensors)
+        sums: list[torch.Tensor | None] = [None] * len(given)
+
+        def add(at: int, rows: Rows | None, gradient: torch.Tensor, low: int, high: int) -> None:
+            if rows is not None:
+                if sums[at] is None:
+                    sums[at] = torch.zeros_like(given[at])
+                cut(sums[at], rows, low, high).add_(gradient)  # type: ignore[arg-type]
+            else:
+                sums[at] = gradient if sums[at] is None else sums[at] + gradient  # type: ignore[operator]
+
+        with call.as_it_was():
+            for index, (low, high) in enumerate(call.pieces):
+                again = call.again(index, tensors)
+                outputs = [one for one in again.outputs if isinstance(one, torch.Tensor)]
+                leaves = [again.inputs[at] if at < inputs else again.held[at - inputs] for at in wanted]
+                with torch.enable_grad():
+                    seeds = [
+                        cut(gradient, call.out_rows[at], low, high).detach().requires_grad_()
+                        for at, gradient in zip(known, gradients, strict=True)
+                    ]
+                    pairs = [(outputs[at], seed) for at, seed in zip(known, seeds, strict=True)]
+                    pairs = [(output, seed) for output, seed in pairs if output.requires_grad]
+                    if not pairs:
+                        continue
+                    roots, own_seeds = zip(*pairs, strict=True)
+                    firsts = torch.autograd.grad(roots, leaves, own_seeds, create_graph=True, allow_unused=True)
+                    ends = [
+                        (first, cut(second, call.rows[at], low, high) if at < inputs else second)
+                        for at, first, second in zip(wanted, firsts, seconds, strict=True)
+                        if first is not None and second is not None and first.requires_grad
+                    ]
+                    if not ends:
+                        continue
+                    found = torch.autograd.grad(
+                        [one for one, _ in ends], leaves + seeds, [one for _, one in ends], allow_unused=True
+                    )
+                for at, gradient in zip([*wanted, *range(n, n + len(seeds))], found, strict=True):
+                    if gradient is None:
+                        continue
+                    if at >= n:
+                        add(at, call.out_rows[known[at - n]], gradient, low, high)
+                    else:
+                        add(at, call.rows[at] if at < inputs else None, gradient, low, high)
+        return None, None, None, None, *sums
