@@ -91,6 +91,7 @@ class Examiner:
         """Whether windows may be joined instead: then what is not exact is withheld until that was tried."""
         self.withheld: list[tuple[Notice, float | None]] = []
         """What would have been said, each with the error that was measured, if any."""
+        self._failed_on: list[tuple[tuple[int, ...], tuple[int, ...]]] = []  # samples, and sizes of the parts
         self.is_checked = False
         """Whether a first window had a finite loss."""
         self._checked_in = 0  # which one that was
@@ -162,7 +163,7 @@ class Examiner:
 
     def break_off(self) -> None:
         """Forget how a window began that an error has ended: the next one has its number, and begins otherwise."""
-        self._remembered, self._remembered_of = None, 0
+        self._remembered, self._remembered_of, self._failed_on = None, 0, []
 
     def let_go(self) -> bool:
         """Forget how the window began where that takes of the memory that it is short of; return whether it did."""
@@ -472,6 +473,10 @@ class Examiner:
             self._rivals = decision.rivals
             signs.compares_samples = "samples" in decision.rivals
             return
+        self._failed_on = [
+            (tuple(verdict.chosen[index] for part in cut for index in part), tuple(map(len, cut)))
+            for cut in decision.cuts
+        ]
         suspicion = readings.suspicion(self._job, self._met, self._shown)
         if verdict.suspect is not None:  # measured, where what the graph shows is read
             suspicion = notices.of(verdict.suspect)
@@ -586,9 +591,16 @@ class Examiner:
             self._refuse_or_say(notice, error, said)
         return said
 
+    def remember(self, number: int) -> None:
+        """Remember how the window of that number begins, to be measured from there."""
+        if self._remembered is None or self._remembered_of != number:
+            self._number = number
+            self._remember()
+
     def measured_by(self) -> dict[str, Any]:
         """Return how a window is measured: what forwards write to, and how the state is put back that it began with."""
-        return {"written": self._written.values(), "rewind": self._rewind, "like": self._remembered}
+        how = {"written": self._written.values(), "rewind": self._rewind, "like": self._remembered}
+        return how | {"failed_on": self._failed_on}
 
     def state_dict(self) -> dict[str, Any]:
         """Return what was looked at and measured, for a checkpoint."""

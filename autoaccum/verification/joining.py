@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -26,8 +26,8 @@ from autoaccum.window.state import State
 
 _COUNTS = (7, 5, 3, 2)
 """Samples that are measured, the first of these that there are: odd ones are seldom another extent of a tensor."""
-_SIZES = {7: (3, 2, 2), 5: (2, 2, 1), 3: (2, 1), 2: (1, 1)}
-"""Their micro-batches: sizes that differ tell the dimension of samples from others."""
+_SIZES = {7: (3, 2, 2), 5: (1, 2, 2), 3: (1, 2), 2: (1, 1)}
+"""Their micro-batches: of sizes that differ, to tell the dimension of samples, and at odds with groups of two."""
 _MOST_TRIES = 200
 """Modules that may be opened in backward, one after the other."""
 
@@ -46,6 +46,8 @@ class JoinedVerdict:
     samples: int = 0
     unmeasured: str = ""
     """Why nothing was measured."""
+    fails: bool = False
+    """Whether the step fails on a few samples by themselves."""
     share: float = 1.0
     """Bytes that are held for the backward of a joined window, as a fraction of those of the full batch."""
     num_calls: int = 0
@@ -68,6 +70,7 @@ def measure_joined(
     written: Iterable[torch.Tensor] = (),
     rewind: Callable[[], None] = lambda: None,
     like: State | None = None,
+    failed_on: Sequence[tuple[Sequence[int], tuple[int, ...]]] = (),
 ) -> JoinedVerdict:
     """Measure some samples of a window; of that nothing remains but what was found.
 
@@ -79,18 +82,25 @@ def measure_joined(
         written: parameters that forwards have been seen to write to.
         rewind: puts the state back that the window began with.
         like: that state, as far as it is remembered.
+        failed_on: positions of samples for which weighted micro-batches of these sizes were wrong: joined ones have to
+            be right for the same, because otherwise the reason for it was not found.
     """
     why = "there is not enough memory for two samples at once"
-    for count in _COUNTS:
-        if count > min(window.num_samples, most) and count > 2:
-            continue
+    counts = [count for count in _COUNTS if count <= min(window.num_samples, most)]
+    # A step that knows how many samples there are, by labels of its own say, works on all of them alone.
+    for count in dict.fromkeys([*(counts or [2]), window.num_samples]):
         if count > window.num_samples:
             break
-        run = partial(_measured, job, window, layout, count, list(written), rewind, like)
-        outcome = attempt(run)
-        if isinstance(outcome, JoinedVerdict):
+        how: dict[str, Any] = {"written": list(written), "rewind": rewind, "like": like}
+        outcome = attempt(lambda: _measured(job, window, layout, choose(window, window.num_samples, count), how))
+        for chosen, sizes in failed_on:
+            if isinstance(outcome, JoinedVerdict) and outcome.passed and len(sizes) > 1:
+                again = attempt(partial(_measured, job, window, layout, chosen, how, sizes))
+                worse = isinstance(again, JoinedVerdict) and (again.layout is None or again.error > outcome.error)
+                outcome = again if worse or not isinstance(again, JoinedVerdict) else outcome
+        if isinstance(outcome, JoinedVerdict) and not outcome.fails:
             return outcome
-        why = "memory ran out in the attempt"
+        why = outcome.unmeasured if isinstance(outcome, JoinedVerdict) else "memory ran out in the attempt"
     return JoinedVerdict(unmeasured=why)
 
 
@@ -98,15 +108,13 @@ def _measured(
     job: Job,
     window: Window,
     layout: Layout,
-    count: int,
-    written: list[torch.Tensor],
-    rewind: Callable[[], None],
-    like: State | None,
+    chosen: Sequence[int],
+    how: dict[str, Any],
+    sizes: tuple[int, ...] | None = None,
 ) -> JoinedVerdict | RanOut:
-    chosen = choose(window, window.num_samples, count)
     try:
-        with _JoinedMeasurement(job, window, chosen, written=written, rewind=rewind, like=like) as measurement:
-            return measurement.measured(layout, _SIZES[count])
+        with _JoinedMeasurement(job, window, chosen, **how) as measurement:
+            return measurement.measured(layout, sizes or sizes_of(len(chosen)), is_known=sizes is not None)
     except NotFiniteError:
         return JoinedVerdict(unmeasured="the loss of a few samples is not finite")
     except ZeroGradientError:
@@ -117,7 +125,16 @@ def _measured(
         if is_out_of_memory(error):
             raise
         words = str(error).partition("\n")[0]
-        return JoinedVerdict(unmeasured=f"on a few samples by themselves it fails ({type(error).__name__}: {words})")
+        why = f"on a few samples by themselves it fails ({type(error).__name__}: {words})"
+        return JoinedVerdict(unmeasured=why, fails=True)
+
+
+def sizes_of(count: int) -> tuple[int, ...]:
+    """Return how so many samples are split to be measured, unevenly where they can be."""
+    if count in _SIZES:
+        return _SIZES[count]
+    first = count // 2 - (count % 2 == 0)
+    return first, count - first
 
 
 class Joiner:
@@ -183,18 +200,24 @@ class Joiner:
 class _JoinedMeasurement(Measurement):
     """A few samples of a window, whole and joined."""
 
-    def measured(self, layout: Layout, sizes: tuple[int, ...]) -> JoinedVerdict:
-        """Compare, opening modules until the gradients agree or none is left to open."""
+    def measured(self, layout: Layout, sizes: tuple[int, ...], *, is_known: bool) -> JoinedVerdict:
+        """Compare, opening modules until the gradients agree or none is left to open.
+
+        Args:
+            layout: how modules are split.
+            sizes: samples of each micro-batch.
+            is_known: whether the layout was measured, so that calls are looked at only where it does not do.
+        """
         self.run_whole()
         checks = RowChecks()
         try:
-            error, num_calls = self._opened(layout, sizes, checks)
+            error, num_calls = self._opened(layout, sizes, checks, is_known=is_known)
         except (UnalignedError, UnsettledError):
             if not self.draws_anything:
                 raise
             self._put_back()
             self.with_constants()
-            error, num_calls = self._opened(layout, sizes, checks)
+            error, num_calls = self._opened(layout, sizes, checks, is_known=is_known)
         return JoinedVerdict(
             layout=layout,
             error=error.relative,
@@ -206,9 +229,16 @@ class _JoinedMeasurement(Measurement):
             reasons=checks.reasons,
         )
 
-    def _opened(self, layout: Layout, sizes: tuple[int, ...], checks: RowChecks) -> tuple[Error, int]:
+    def _opened(
+        self, layout: Layout, sizes: tuple[int, ...], checks: RowChecks, *, is_known: bool
+    ) -> tuple[Error, int]:
         for _ in range(_MOST_TRIES):
+            before = layout.state_dict()
             try:
+                if is_known:
+                    found = self._run_split(layout, sizes, None)
+                    if found[0].relative <= self.tolerance:
+                        return found
                 # Once with each call measured, which opens what cannot be split; and then as windows run.
                 self._run_split(layout, sizes, checks)
                 return self._run_split(layout, sizes, None)
@@ -219,6 +249,10 @@ class _JoinedMeasurement(Measurement):
                 if layout.is_copied(error.module):
                     layout.open(error.module)
                 layout.copy(error.module)
+            except Exception as error:
+                # What calls left behind while they were measured may be what the step has stumbled over.
+                if is_out_of_memory(error) or layout.state_dict() == before:
+                    raise
             for p in self.parameters:
                 p.grad = None
             self._put_back()

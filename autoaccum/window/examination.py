@@ -51,6 +51,9 @@ class Examiner(Protocol):
     def say_withheld(self) -> list[Notice]:
         """Return what was withheld, to be said after all."""
 
+    def remember(self, number: int) -> None:
+        """Remember how the window of that number begins, to be measured from there."""
+
     def measured_by(self) -> dict[str, Any]:
         """Return how a window is measured: what forwards write to, and how the state is put back that it began with."""
 

@@ -138,6 +138,22 @@ _SAVING = entries(
 )
 
 
+_JOINED = entries(
+    {
+        "reason": a(str),
+        "layout": entries(
+            {
+                "opened": every(a(str)),
+                "copied": every(a(str)),
+                "rows": by_name(every(optional(parts(whole(), whole(1))))),
+            }
+        ),
+        "rounds": whole(),
+        "modes": optional(every(a(bool))),
+    }
+)
+
+
 def engine(*, has_scaler: bool | None) -> Check:
     """Return the check of the state of ``Step``, with that of a gradient scaler or without; None: either."""
     scaler = optional(_SCALER) if has_scaler is None else _SCALER if has_scaler else one_of(None)
@@ -151,7 +167,7 @@ def engine(*, has_scaler: bool | None) -> Check:
             "scaler": scaler,
             "tuner": TUNER,
         },
-        optionally={"uncompiled": a(bool), "saving": _SAVING},
+        optionally={"uncompiled": a(bool), "saving": _SAVING, "joined": _JOINED},
     )
 
 

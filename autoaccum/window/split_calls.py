@@ -312,6 +312,30 @@ def _set_slot(module: nn.Module, value: Any) -> None:
         vars(module)["_compiled_call_impl"] = value
 
 
+class _Unjoined:
+    """Stands for an output that cannot be joined, such as a cache of keys and values, which training seldom reads.
+
+    Whoever does has the module opened.
+    """
+
+    def __init__(self, module: nn.Module, kind: type) -> None:
+        vars(self).update(_module=module, _kind=kind)
+
+    def _refuse(self, *_: Any, **__: Any) -> Any:
+        raise NotRowsError(vars(self)["_module"], f"its output of type {vars(self)['_kind'].__name__} is used")
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        self._refuse()
+
+    def __eq__(self, other: object) -> bool:
+        return type(other) is _Unjoined and vars(self) == vars(other)
+
+    __hash__ = object.__hash__
+    __iter__ = __len__ = __getitem__ = __call__ = __bool__ = __setattr__ = _refuse
+
+
 class Again(NamedTuple):
     """A micro-batch that has a graph."""
 
@@ -361,6 +385,8 @@ class Call:
         self.rows = self._find_rows()
         if not any(self.rows):
             # Nothing in it depends on the samples; what it computes is computed once.
+            if split.checks is not None and self.name:  # of as many samples as a weight has rows it might seem to
+                split.layout.rows.setdefault(f"{self.name} in", self.rows)
             return self._forward(*pytree.tree_unflatten(self._leaves, self._spec)[0], **self._kwargs())
         self.attributes = Attributes(self.layers)
         if split.checks is not None:
@@ -420,7 +446,6 @@ class Call:
         """Keep what a micro-batch needs to run again, and note how it can be seen whether it was changed since."""
         moving = [b for layer in self.layers for b in layer._buffers.values() if b is not None]
         moving += [p for layer in self.layers for p in layer._parameters.values() if p is not None]
-        moving = [one for one in moving if not one.requires_grad]
         self._values: list[tuple[torch.Tensor, torch.Tensor]] = []
         if self.split.layout.is_copied(self.module):
             self._values = [(one, one.detach().clone()) for one in moving]
@@ -439,7 +464,10 @@ class Call:
         Raises:
             NotRowsError: it fails on them.
         """
-        inputs = self._inputs(self.tensors, low, high, grad=self.has_grad)
+        inputs = [
+            cut(tensor, rows, low, high).detach().requires_grad_(self.has_grad and tensor.requires_grad)
+            for tensor, rows in zip(self.tensors, self.rows, strict=True)
+        ]
         if self.split.draws is not None:
             self.split.draws.go(place, low, high)
         held = self.stand_in([one for one, _ in self.held]) if self.has_grad else []
@@ -456,12 +484,6 @@ class Call:
                 self.put_back_held()
         return Forward(Again(inputs, outputs, held), spec)
 
-    def _inputs(self, tensors: Sequence[torch.Tensor], low: int, high: int, *, grad: bool) -> list[torch.Tensor]:
-        return [
-            cut(tensor, rows, low, high).detach().requires_grad_(grad and tensor.requires_grad)
-            for tensor, rows in zip(tensors, self.rows, strict=False)
-        ]
-
     def call(self, tensors: Sequence[torch.Tensor]) -> tuple[list[Any], Any]:
         """Call the module itself with these tensors; return its outputs, flat, and their structure."""
         leaves = list(self._leaves)
@@ -473,11 +495,11 @@ class Call:
         with self.split.inside(), _own_saved_tensors():
             found = self._forward(*args, **kwargs)
         torch.clear_autocast_cache()
+        if self.split.checks is not None and not _are_same(pytree.tree_leaves((args, kwargs)), leaves):
+            raise NotRowsError(self.module, "it changes the containers that it is given")
         outputs, spec = pytree.tree_flatten(found)
-        for one in outputs:
-            if not isinstance(one, (torch.Tensor, *_PLAIN)):
-                raise NotRowsError(self.module, f"it returns a {type(one).__name__}")
-        return outputs, spec
+        kept = (torch.Tensor, *_PLAIN)
+        return [one if isinstance(one, kept) else _Unjoined(self.module, type(one)) for one in outputs], spec
 
     # What the module holds that has a gradient.
 
@@ -570,7 +592,10 @@ class Call:
             stack.enter_context(torch.enable_grad())
             for kind, enabled, dtype, cached in self._autocast:
                 stack.enter_context(torch.autocast(kind, enabled=enabled, dtype=dtype, cache_enabled=cached))
-            inputs = self._inputs(tensors, low, high, grad=True)
+            inputs = [
+                cut(tensor, rows, low, high).detach().requires_grad_(need)
+                for tensor, rows, need in zip(tensors, self.rows, self.needs_input_grad, strict=False)
+            ]
             self.set_random(self.random[index])
             if draws is not None:
                 draws.go(self.place, low, high)
@@ -659,6 +684,10 @@ def cut(tensor: torch.Tensor, rows: Rows | None, low: int, high: int) -> torch.T
     return tensor if rows is None else tensor.narrow(rows[0], low * rows[1], (high - low) * rows[1])
 
 
+def _are_same(leaves: Sequence[Any], others: Sequence[Any]) -> bool:
+    return len(leaves) == len(others) and all(one is other for one, other in zip(leaves, others, strict=True))
+
+
 def _are_equal(parts: Sequence[torch.Tensor]) -> bool:
     return all(part.shape == parts[0].shape and torch.equal(part, parts[0]) for part in parts[1:])
 
@@ -696,7 +725,9 @@ class _SplitCall(torch.autograd.Function):
     def forward(ctx: Any, call: Call, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
         ctx.call = call
         ctx.set_materialize_grads(False)
-        ctx.save_for_backward(*tensors)
+        # What the module holds is kept by reference: a checkpoint around the call hands back copies of what is saved.
+        ctx.save_for_backward(*tensors[: len(call.tensors)])
+        call.needs_input_grad = [tensor.requires_grad for tensor in tensors[: len(call.tensors)]]
         outputs, call.outputs = tuple(call.outputs), []
         learnt = [need for need, is_tensor in zip(call.needs_grad, call.is_tensor, strict=True) if is_tensor]
         ctx.mark_non_differentiable(*[one for one, need in zip(outputs, learnt, strict=True) if not need])
@@ -707,9 +738,9 @@ class _SplitCall(torch.autograd.Function):
         call = ctx.call
         if call.was_moved():
             raise MovedError(call.module)
-        tensors = ctx.saved_tensors
+        tensors = (*ctx.saved_tensors, *[one for one, _ in call.held])
         known = [at for at, gradient in enumerate(gradients) if gradient is not None]
-        wanted = [at for at, tensor in enumerate(tensors) if tensor.requires_grad]
+        wanted = [at for at, need in enumerate(ctx.needs_input_grad[1:]) if need]
         full: list[torch.Tensor | None] = [None] * len(tensors)
         if known:
             given = [gradients[at] for at in known]

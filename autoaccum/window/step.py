@@ -13,7 +13,7 @@ from functools import partial
 from typing import Any, Literal, NamedTuple
 
 from autoaccum.data.base import Window
-from autoaccum.errors import NothingFitsError
+from autoaccum.errors import AutoaccumError, NothingFitsError
 from autoaccum.events import Event, Joined, Notice, OutOfMemory, StepSkipped
 from autoaccum.memory import clock
 from autoaccum.memory.base import Memory
@@ -310,6 +310,8 @@ class Step:
         is_looked_at = self._sharded is None and number >= signs.next_look
         if self._is_joined and self._examiner.is_checked:
             is_looked_at, self.transaction.forward = False, self.transaction.plain_forward
+        if self._is_joined and self._is_due():
+            self._examiner.remember(number)
         if is_looked_at and (group is None or group.is_first):  # who looks for all of them
             way = self.saving.name, self.tuner.largest
             # Of a plan that has settled it is known what it leaves; while sizes are found out it is tried.
@@ -317,7 +319,7 @@ class Step:
             spare_bytes = None if self.tuner.search.is_on else spare
             self._examiner.begin_attempt(number, self.announcer.say_once, way, spare_bytes)
         sharded = self._sharded
-        outcome: Gradient | Repeat | RanOut | Failure | NotSaved
+        outcome: Gradient | Repeat | RanOut | Failure | NotSaved | Exception
         try:
             # Where ranks wait for each other in each micro-batch, a failure of this one is made up for first.
             add_all = partial(self._add_all, pieces, window)
@@ -339,9 +341,12 @@ class Step:
             self._refusal = Refusal(pieces.sizes or (1,) * window.num_samples, self.tuner.largest, cause)
             outcome = Repeat(sizes=())
         except Exception as error:
-            if group is None:
+            if group is None and not self._may_be_joined(error, window):
                 raise
-            outcome = self.saving.not_saved(error)
+            outcome = error if group is None else self.saving.not_saved(error)
+        if isinstance(outcome, Exception):
+            # Out here no exception is being handled; its own frames stay, for they are the user's.
+            return self._joined_instead(outcome, window)
         if isinstance(self.transaction, SharedTransaction):
             outcome = self._voted(self.transaction, outcome, pieces)
         # Whether there is a look is decided alike on all ranks, so by the samples of whoever looks.
@@ -466,16 +471,37 @@ class Step:
 
     def _join(self, window: Window, room: int) -> bool:
         """Join windows from now on, where that is measured to be exact; return whether it is so."""
-        assert self._joiner is not None and isinstance(self.transaction, JoinableTransaction)
         notice, _ = self._examiner.withheld[0]
         self._reason = notice.cause
         layout, found = self._measured_joined(window, None, room)
         if layout is None or found is None or not found.passed or not self.saving.is_off:
             return False
+        self._start_joined(layout, found)
+        return True
+
+    def _may_be_joined(self, error: Exception, window: Window) -> bool:
+        """Return whether an error may be one of a micro-batch alone, which the full batch does not raise."""
+        is_split = 0 < self._piece.size < window.num_samples and self.saving.is_off
+        return self._examiner.joins and not self._is_joined and is_split and not isinstance(error, AutoaccumError)
+
+    def _joined_instead(self, error: Exception, window: Window) -> Repeat:
+        """Join windows because the step fails on a micro-batch; raise its error where the full batch has one too."""
+        assert isinstance(self.transaction, JoinableTransaction)
+        self._reason = f"The step fails on a micro-batch ({type(error).__name__}: {error})"
+        layout, found = self._measured_joined(window, None, window.num_samples)
+        if layout is None or found is None or not found.passed:
+            raise error
+        self._start_joined(layout, found)
+        sizes = self.tuner.plan(window.num_samples, window.lengths)
+        return Repeat(sizes=(window.num_samples,) if self._fits_whole(window) else sizes)
+
+    def _start_joined(self, layout: Layout, found: Joined) -> None:
+        assert isinstance(self.transaction, JoinableTransaction)
+        # The window is run again, and may have moved more than what every replay puts back.
+        self._examiner.measured_by()["rewind"]()
         self._examiner.break_off()
         self.transaction.join(layout)
         self._emit(found)
-        return True
 
     def _measured_joined(
         self, window: Window, layout: Layout | None, room: int
@@ -494,7 +520,7 @@ class Step:
         """Measure a joined window, where one is due; return it, or that it is run again, for it was not exact."""
         transaction = self.transaction
         assert self._joiner is not None and isinstance(transaction, JoinableTransaction)
-        if not self._joiner.is_due(transaction.snapshot.modes()):
+        if not self._is_due():
             return gradient
         assert transaction.layout is not None
         before = transaction.layout.state_dict()
@@ -502,12 +528,18 @@ class Step:
             max(gradient.sizes), self.meter.peak(), is_enforced=self.limit.is_enforced, is_given=self._is_given
         )
         layout, found = self._measured_joined(window, transaction.layout, room)
-        if layout is None or found is None:
+        if layout is None or found is None or (found.passed and layout.state_dict() == before):
+            self._examiner.break_off()
             return gradient
+        self._examiner.measured_by()["rewind"]()
+        self._examiner.break_off()
         if not found.passed:
             self._weigh(notices.not_joined(found))
-            return Repeat(sizes=gradient.own)
-        return gradient if layout.state_dict() == before else Repeat(sizes=gradient.own)
+        return Repeat(sizes=gradient.own)
+
+    def _is_due(self) -> bool:
+        """Return whether this joined window is to be measured."""
+        return self._joiner is not None and self._joiner.is_due(self.transaction.snapshot.modes())
 
     def _weigh(self, notice: Notice) -> None:
         """Weigh micro-batches again, because joined windows are not exact, or do not fit; say so.

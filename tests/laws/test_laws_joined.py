@@ -1,0 +1,537 @@
+"""Laws 1, 2, 3 and 7 where micro-batches are joined: the step runs once, on the full batch, whatever it computes."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.func import functional_call
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
+
+import autoaccum
+from autoaccum.events import Joined, Notice, Replanned
+from autoaccum.testing import oom_at, simulated_memory
+from tests.faults import Operations
+
+pytestmark = pytest.mark.measured
+
+SAMPLES = 8
+Step = Callable[[Any, Any], torch.Tensor]
+
+
+class Recorder(torch.optim.SGD):
+    """Keeps the gradient that it steps on."""
+
+    gradients: list[torch.Tensor | None]
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        parameters = [p for group in self.param_groups for p in group["params"]]
+        self.gradients = [None if p.grad is None else p.grad.to_dense().clone() for p in parameters]
+        super().step()
+
+
+def body(width: int = 6) -> nn.Sequential:
+    return nn.Sequential(nn.Linear(5, width), nn.GELU(), nn.Linear(width, 4))
+
+
+def data() -> dict[str, torch.Tensor]:
+    return {"x": torch.randn(SAMPLES, 5), "y": torch.randint(0, 4, (SAMPLES,)), "w": torch.rand(SAMPLES)}
+
+
+def contrast(outputs: torch.Tensor) -> torch.Tensor:
+    """Compare every sample with every other one, so that no weights of micro-batches are right."""
+    return (outputs @ outputs.T / 4).logsumexp(1).square().mean()
+
+
+SCENARIOS: dict[str, Callable[[], tuple[nn.Module, Step]]] = {}
+
+
+def scenario(function: Callable[[], tuple[nn.Module, Step]]) -> Callable[[], tuple[nn.Module, Step]]:
+    SCENARIOS[function.__name__] = function
+    return function
+
+
+@scenario
+def contrastive() -> tuple[nn.Module, Step]:
+    return body(), lambda model, batch: contrast(model(batch["x"]))
+
+
+@scenario
+def twice_with_both_halves_in_one_call() -> tuple[nn.Module, Step]:
+    def step(model: nn.Module, batch: Any) -> torch.Tensor:
+        first, second = model(torch.cat([batch["x"], batch["x"].flip(1)])).chunk(2)
+        return contrast(first) + (first - second).std(0).sum() + model(batch["x"] * 2).mean().exp()
+
+    return body(), step
+
+
+@scenario
+def a_mode_that_changes_after_the_call() -> tuple[nn.Module, Step]:
+    model = nn.Sequential(nn.Linear(5, 6), nn.BatchNorm1d(6), nn.Linear(6, 4))
+
+    def step(model: nn.Module, batch: Any) -> torch.Tensor:
+        model.eval()
+        outputs = model(batch["x"])
+        model.train()
+        return contrast(outputs)
+
+    return model, step
+
+
+class Adversary(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.generator, self.critic = body(), nn.Sequential(nn.Linear(4, 3), nn.Tanh(), nn.Linear(3, 1))
+
+
+@scenario
+def flags_that_change_after_the_call() -> tuple[nn.Module, Step]:
+    def step(model: Any, batch: Any) -> torch.Tensor:
+        made = model.generator(batch["x"])
+        model.critic.requires_grad_(False)
+        fooled = model.critic(made).sigmoid().log().mean().square()
+        model.critic.requires_grad_(True)
+        told = model.critic(made.detach()).square().sum().sqrt()
+        return fooled + told
+
+    return Adversary(), step
+
+
+@scenario
+def weights_that_are_swapped() -> tuple[nn.Module, Step]:
+    def step(model: nn.Module, batch: Any) -> torch.Tensor:
+        doubled = {name: 2 * p for name, p in model.named_parameters()}
+        return contrast(functional_call(model, doubled, (batch["x"],))) + contrast(model(batch["x"]))
+
+    return body(), step
+
+
+@scenario
+def autocast_in_the_step() -> tuple[nn.Module, Step]:
+    def step(model: nn.Module, batch: Any) -> torch.Tensor:
+        with torch.autocast("cpu", dtype=torch.float64, enabled=False):
+            outputs = model(batch["x"])
+        return contrast(outputs)
+
+    return body(), step
+
+
+@scenario
+def a_frozen_teacher() -> tuple[nn.Module, Step]:
+    teacher = body().requires_grad_(False)
+
+    def step(model: nn.Module, batch: Any) -> torch.Tensor:
+        with torch.no_grad():
+            wanted = teacher(batch["x"])
+        outputs = model(batch["x"])
+        return (outputs.std(0) - wanted.std(0)).square().sum() + contrast(outputs)
+
+    return body(), step
+
+
+@scenario
+def a_gradient_penalty() -> tuple[nn.Module, Step]:
+    def step(model: nn.Module, batch: Any) -> torch.Tensor:
+        x = batch["x"].clone().requires_grad_()
+        outputs = model(x)
+        (slope,) = torch.autograd.grad(outputs.square().sum(), x, create_graph=True)
+        return contrast(outputs) + (slope.norm(dim=1) - 1).square().mean().sqrt()
+
+    return body(), step
+
+
+@scenario
+def hooks_on_parameters() -> tuple[nn.Module, Step]:
+    model = body()
+    model[0].weight.register_hook(lambda gradient: gradient.clamp(-0.01, 0.01))
+    return model, lambda model, batch: contrast(model(batch["x"]))
+
+
+class Auxiliary(nn.Module):
+    """Leaves a loss of its own behind."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.gate = body(), nn.Linear(5, 4)
+        self.loss: Any = None
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        shares = self.gate(x).softmax(1)
+        self.loss = shares.mean(0).square().sum()
+        return self.inner(x) * shares
+
+
+@scenario
+def a_loss_left_on_a_module() -> tuple[nn.Module, Step]:
+    return Auxiliary(), lambda model, batch: contrast(model(batch["x"])) + model.loss
+
+
+@scenario
+def outputs_that_a_hook_records() -> tuple[nn.Module, Step]:
+    model = body()
+    seen: list[torch.Tensor] = []
+    model[0].register_forward_hook(lambda module, args, output: seen.append(output))
+
+    def step(model: nn.Module, batch: Any) -> torch.Tensor:
+        seen.clear()
+        outputs = model(batch["x"])
+        return contrast(outputs) + seen[0].mean(0).square().sum()
+
+    return model, step
+
+
+@scenario
+def statistics_of_the_batch() -> tuple[nn.Module, Step]:
+    model = nn.Sequential(nn.Linear(5, 6), nn.BatchNorm1d(6), nn.GELU(), nn.Linear(6, 4))
+    return model, lambda model, batch: F.cross_entropy(model(batch["x"]), batch["y"])
+
+
+class Counting(nn.Module):
+    """Changes with each call."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = body()
+        self.register_buffer("calls", torch.zeros(()))
+        self.times = 0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        self.times += 1
+        return self.inner(x) * (1 + self.calls) / (1 + self.times**2)
+
+
+@scenario
+def state_that_each_call_moves() -> tuple[nn.Module, Step]:
+    return Counting(), lambda model, batch: contrast(model(batch["x"]))
+
+
+class Doubling(nn.Module):
+    """Saves nothing of its input, so that it may be written over."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = body()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.inner(x * 2)
+
+
+@scenario
+def inputs_that_are_changed_after_the_call() -> tuple[nn.Module, Step]:
+    def step(model: nn.Module, batch: Any) -> torch.Tensor:
+        x = batch["x"].clone()
+        outputs = model(x)
+        x.add_(1)
+        return contrast(outputs) + x.mean() * outputs.mean()
+
+    return Doubling(), step
+
+
+class Sequences(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.lstm = nn.LSTM(5, 6, num_layers=2)
+        self.head = nn.Linear(6, 4)
+
+    def forward(self, x: torch.Tensor, state: Any) -> Any:
+        outputs, state = self.lstm(x, state)
+        return self.head(outputs), state
+
+
+@scenario
+def tensors_that_are_time_first() -> tuple[nn.Module, Step]:
+    def step(model: nn.Module, batch: Any) -> torch.Tensor:
+        x = torch.stack([batch["x"], batch["x"] * 2, batch["x"] + 1])
+        state = torch.zeros(2, len(batch["x"]), 6), torch.zeros(2, len(batch["x"]), 6)
+        outputs, (hidden, _) = model(x, state)
+        return contrast(outputs[-1]) + contrast(hidden[0])
+
+    return Sequences(), step
+
+
+class Checkpointed(nn.Module):
+    def __init__(self, use_reentrant: bool) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(5, 6), body()
+        self.back, self._use_reentrant = nn.Linear(6, 5), use_reentrant
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        hidden = self.back(torch.tanh(self.first(x)))
+        return checkpoint(self.second, hidden, use_reentrant=self._use_reentrant)
+
+
+@scenario
+def a_checkpoint_inside() -> tuple[nn.Module, Step]:
+    return Checkpointed(False), lambda model, batch: contrast(model(batch["x"]))
+
+
+@scenario
+def a_reentrant_checkpoint_inside() -> tuple[nn.Module, Step]:
+    return Checkpointed(True), lambda model, batch: contrast(model(batch["x"]))
+
+
+@scenario
+def a_checkpoint_around() -> tuple[nn.Module, Step]:
+    return body(), lambda model, batch: contrast(checkpoint(model, batch["x"], use_reentrant=False))
+
+
+@scenario
+def per_sample_gradients() -> tuple[nn.Module, Step]:
+    def step(model: nn.Module, batch: Any) -> torch.Tensor:
+        parameters = dict(model.named_parameters())
+
+        def loss(parameters: Any, x: torch.Tensor) -> torch.Tensor:
+            return functional_call(model, parameters, (x,)).square().sum()
+
+        each = torch.func.vmap(loss, in_dims=(None, 0))(parameters, batch["x"])
+        return each.std() + contrast(model(batch["x"]))
+
+    return body(), step
+
+
+@scenario
+def labels_from_outside_of_the_batch() -> tuple[nn.Module, Step]:
+    labels = torch.arange(SAMPLES) % 4
+    return body(), lambda model, batch: F.cross_entropy(model(batch["x"]), labels)
+
+
+class Returning(nn.Module):
+    """Returns its own loss, and others with it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.log_scale = body(), nn.Parameter(torch.zeros(()))
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor, w: torch.Tensor) -> dict[str, torch.Tensor]:
+        outputs = self.inner(x)
+        weighted = (F.cross_entropy(outputs, y, reduction="none") * w).sum() / w.sum().clamp(min=1)
+        return {"loss": weighted * (-self.log_scale).exp() + self.log_scale + contrast(outputs), "outputs": outputs}
+
+
+@scenario
+def a_model_that_returns_its_loss() -> tuple[nn.Module, Step]:
+    return Returning(), lambda model, batch: model(**batch)["loss"]
+
+
+class Mutating(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = body()
+
+    def forward(self, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+        batch["hidden"] = self.inner(batch["x"])
+        return batch["hidden"]
+
+
+@scenario
+def a_batch_that_the_model_adds_to() -> tuple[nn.Module, Step]:
+    def step(model: nn.Module, batch: Any) -> torch.Tensor:
+        outputs = model(batch)
+        return contrast(outputs) + batch["hidden"].mean().exp()
+
+    return Mutating(), step
+
+
+@scenario
+def a_module_that_reads_anothers_parameter() -> tuple[nn.Module, Step]:
+    class Borrowing(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.own, self.lender = nn.Linear(5, 4), nn.Linear(5, 4)
+            self.__dict__["borrowed"] = [self.lender]
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.own(x) * self.__dict__["borrowed"][0].weight.sum()
+
+    return Borrowing(), lambda model, batch: contrast(model(batch["x"]))
+
+
+@scenario
+def a_scripted_model() -> tuple[nn.Module, Step]:
+    return torch.jit.script(body()), lambda model, batch: contrast(model(batch["x"]))
+
+
+@scenario
+def a_method_that_is_no_call() -> tuple[nn.Module, Step]:
+    return body(), lambda model, batch: contrast(model.forward(batch["x"]))
+
+
+def stepped(model: nn.Module, step: Step, batches: list[Any], **options: Any) -> tuple[list[Any], list[Any]]:
+    optimizer = Recorder(model.parameters(), 0.05)
+    events: list[Any] = []
+    accumulator = autoaccum.Accumulator(
+        model, optimizer, training_step=step, callbacks=[events.append], **options
+    )
+    found = []
+    for batch in batches:
+        loss = accumulator.step(batch)
+        found.append((float(loss), optimizer.gradients, [b.clone() for b in model.buffers()]))
+    return found, events
+
+
+@pytest.fixture(autouse=True)
+def _in_64_bits() -> Any:
+    torch.set_default_dtype(torch.float64)
+    yield
+    torch.set_default_dtype(torch.float32)
+
+
+@pytest.mark.parametrize("accumulate", ["joined", "auto"])
+@pytest.mark.parametrize("name", SCENARIOS)
+@pytest.mark.filterwarnings("ignore")
+def test_the_gradient_is_that_of_the_full_batch(name: str, accumulate: str) -> None:
+    torch.manual_seed(0)
+    model, step = SCENARIOS[name]()
+    batches = [data() for _ in range(4)]
+    state = {key: value.clone() for key, value in model.state_dict().items()}
+    whole, _ = stepped(model, step, copy.deepcopy(batches), micro_batch=SAMPLES)
+    torch.manual_seed(0)
+    model, step = SCENARIOS[name]()
+    model.load_state_dict(state)
+    joined, events = stepped(model, step, batches, micro_batch=3, accumulate=accumulate)
+    for (loss, gradients, buffers), (other, others, other_buffers) in zip(whole, joined, strict=True):
+        assert other == pytest.approx(loss, rel=1e-12)
+        for one, found in zip(gradients, others, strict=True):
+            assert (one is None) == (found is None)
+            if one is not None:
+                assert torch.linalg.vector_norm(found - one) <= 1e-12 * max(torch.linalg.vector_norm(one), 1e-3)
+        for one, found in zip(buffers, other_buffers, strict=True):
+            torch.testing.assert_close(found, one, rtol=1e-12, atol=1e-12)
+    assert not [event for event in events if isinstance(event, Notice)]
+    assert all(event.passed for event in events if isinstance(event, Joined))
+
+
+class Noisy(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(5, 4)
+        self.outputs: Any = None
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return F.dropout(self.linear(x), 0.5) + torch.randn(len(x), 4)
+
+
+def test_each_micro_batch_draws_in_backward_what_it_drew_in_forward() -> None:
+    torch.manual_seed(0)
+    model, seen = Noisy(), []
+
+    def step(model: nn.Module, batch: Any) -> torch.Tensor:
+        outputs = model(batch["x"])
+        outputs.retain_grad()
+        seen.append((batch["x"], outputs))
+        return contrast(outputs) + torch.rand(()) * outputs.mean()
+
+    found, _ = stepped(model, step, [data()], micro_batch=3, accumulate="joined")
+    x, outputs = seen[-1]
+    # What was dropped shows in the outputs: they are the noise alone there, which has no gradient.
+    plain = F.linear(x, model.linear.weight, model.linear.bias)
+    assert outputs.grad is not None
+    assert found[0][1][0].shape == model.linear.weight.shape
+    assert plain.shape == outputs.shape
+
+
+def test_a_window_leaves_the_random_state_of_its_forward() -> None:
+    states = []
+    for _ in range(2):
+        torch.manual_seed(0)
+        model = Noisy()
+        stepped(model, lambda m, b: contrast(m(b["x"])), [data(), data()], micro_batch=3, accumulate="joined")
+        states.append(torch.get_rng_state())
+    assert torch.equal(*states)
+
+
+def plain_data(count: int) -> tuple[torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(3)
+    return torch.randn(count, 5, generator=generator), torch.randint(0, 4, (count,), generator=generator)
+
+
+def noisy_model() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(5, 6), nn.Dropout(0.2), nn.BatchNorm1d(6, momentum=0.5), nn.GELU(), nn.Linear(6, 4))
+
+
+def coupled(model: nn.Module, batch: Any) -> torch.Tensor:
+    outputs = model(batch[0])
+    return F.cross_entropy(outputs, batch[1]) + contrast(outputs) * torch.rand(())
+
+
+def run(model: nn.Module | None = None, samples: Any = None, **options: Any) -> autoaccum.FitResult:
+    options = {"micro_batch": 4, "steps": 3, **options}
+    return autoaccum.fit(
+        model or noisy_model(), samples or plain_data(24), effective_batch=8, training_step=coupled, accumulate="joined", device="cpu",
+        cache=False, progress=False, **options,
+    )  # fmt: skip
+
+
+def ends_alike(first: autoaccum.FitResult, second: autoaccum.FitResult) -> bool:
+    both = zip(first.model.state_dict().values(), second.model.state_dict().values(), strict=True)
+    return all(torch.equal(one, other) for one, other in both)
+
+
+def test_memory_that_runs_out_anywhere_leaves_no_mark() -> None:
+    run()
+    model, samples = noisy_model(), plain_data(24)
+    with Operations() as operations:
+        run(model, samples)
+    numbers = operations.every(9)
+    assert len(numbers) > 30
+    known: dict[tuple[Any, ...], autoaccum.FitResult] = {}
+    replayed = 0
+    for number in numbers:
+        model, samples = noisy_model(), plain_data(24)
+        try:
+            with oom_at(number):
+                found = run(model, samples)
+        except autoaccum.errors.MemoryLimitError:  # in the optimizer's own step, which is not run again
+            continue
+        plans = tuple(report.micro_batches for report in found.history)
+        if plans not in known:
+            known[plans] = run(micro_batch=list(plans))
+        assert ends_alike(found, known[plans]), (number, plans)
+        replayed += any(isinstance(event, Replanned) for event in found.events)
+    assert replayed
+
+
+def test_a_run_goes_on_as_if_it_had_never_stopped(tmp_path: Any) -> None:
+    whole = run(steps=6, epochs=None)
+    run(steps=3, run_dir=tmp_path / "run")
+    resumed = run(steps=6, run_dir=tmp_path / "run")
+    assert [report.loss for report in whole.history[3:]] == [report.loss for report in resumed.history[-3:]]
+    assert ends_alike(whole, resumed)
+
+
+def encoder(model: nn.Module, batch: Any) -> torch.Tensor:
+    return contrast(model(batch[0]))
+
+
+def wide() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(5, 400), nn.GELU(), nn.Linear(400, 400), nn.GELU(), nn.Linear(400, 4))
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_window_that_does_not_fit_is_joined_in_less_memory() -> None:
+    torch.set_default_dtype(torch.float32)
+    plain = plain_data(256)
+    batch = plain[0].float(), plain[1]
+
+    def peak(**options: Any) -> tuple[int, float, list[Any]]:
+        with simulated_memory(2**40) as device:
+            model = wide()
+            found = autoaccum.fit(
+                model, batch, effective_batch=256, training_step=encoder, steps=3, device="cpu", cache=False,
+                progress=False, **options,
+            )  # fmt: skip
+            return device.peak, found.history[-1].loss, found.events
+
+    whole, loss, _ = peak(micro_batch=256)
+    joined, other, events = peak(micro_batch=16)
+    assert [event for event in events if isinstance(event, Joined)]
+    assert other == pytest.approx(loss, rel=1e-4)
+    assert joined < 0.75 * whole
