@@ -19,7 +19,7 @@ from verification_cases import Case, Work
 
 import autoaccum
 from autoaccum.errors import AutoaccumError
-from autoaccum.events import Notice
+from autoaccum.events import Joined, Notice
 from autoaccum.testing import simulated_memory
 
 TOLERANCE = 1e-6
@@ -76,6 +76,8 @@ class Outcome:
     raised: BaseException | None = None
     state_error: float = 0.0
     """Of the buffers after the window."""
+    is_joined: bool = False
+    """Whether micro-batches were joined, and were measured to be exact by the run itself."""
 
     @property
     def is_exact(self) -> bool:
@@ -107,7 +109,8 @@ class Run:
             # What is not cut is exact, whatever is drawn.
             is_whole = self.plan.windows[outcome.window - 1] <= (self.plan.micro_batch or 0)
             was_wrong = self.case.draws == "together"
-            is_exact = is_whole or not was_wrong
+            # Nor can draws of the step's own differ where it runs once; what modules draw the run has compared.
+            is_exact = is_whole or not was_wrong or outcome.is_joined
         elif math.isnan(outcome.error):
             return "not comparable"
         else:
@@ -215,6 +218,7 @@ class Watch:
     def after(self, window: int, events: list[Any]) -> Outcome:
         """Return what became of the window."""
         outcome = Outcome(window=window, notices=tuple(dict.fromkeys(e.consequence for e in notices_in(events))))
+        outcome.is_joined = any(isinstance(event, Joined) and event.passed for event in events)
         if self._before is not None:
             given = self.optimizer.gradients or [None] * len(self.parameters)
             if self._work.by_update:

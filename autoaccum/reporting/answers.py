@@ -149,8 +149,10 @@ def _other_rank(run: Run) -> tuple[int, int, int] | None:
 def _verified(run: Run) -> Answer:
     """Say by how much the gradients of split batches differed from those of full ones."""
     question = "Are the gradients exact?"
-    measured = run.events["Verified"]
-    errors, allowed = measured["error"], measured["tolerance"]
+    measured, joined = run.events["Verified"], run.events["Joined"]
+    errors, allowed, steps = (
+        np.concatenate([measured[name], joined[name]]) for name in ("error", "tolerance", "step")
+    )
     is_wrong = re.compile(r"(gradient|micro-batches)\b.*(%|wrong\)) off\b").search
     wrong = [f"{cause}." for cause in run.events["Notice"]["cause"] if is_wrong(cause)]
     if (run.windows["accumulation_steps"] == 1).all():
@@ -168,9 +170,11 @@ def _verified(run: Run) -> Answer:
     limit = "explained by rounding" if is_rounded else f"{allowed[worst]:.0e} allowed"
     most = "" if len(errors) == 1 else " at most"
     sentences = [f"Measured {times(len(errors))}, relative error{most} {errors[worst]:.1e} ({limit})."]
+    if len(joined["step"]):
+        sentences.append(f"Micro-batches are joined from step {int(joined['step'][0]):,} on.")
     # After a failure the notices say what the run did about it.
     if failed := int((errors > allowed).sum()):
-        last = measured["step"][errors > allowed][-1]
+        last = steps[errors > allowed][-1]
         sentences.append(f"{many(failed, 'measurement')} failed, the last in step {last:,}.")
     elif wrong:
         sentences += ["But a notice reports an error.", wrong[0]]
@@ -370,7 +374,10 @@ def _time(run: Run) -> Answer:
     total = float(seconds.sum())
     if not total:
         return Answer(question=question, text="Not measured: no step has a duration.", good=None)
-    validating, measuring = (float(run.events[name]["seconds"].sum()) for name in ("Validated", "Verified"))
+    validating, weighted, joined = (
+        float(run.events[name]["seconds"].sum()) for name in ("Validated", "Verified", "Joined")
+    )
+    measuring = weighted + joined
     spent = total + validating + measuring
     text = f"{total / spent:.0%} of {format_seconds(spent)}, at {format_rate(batches.sum() / total)} samples/s."
     sentences = [text, f"A step took {format_seconds(float(np.median(seconds)))} (median)."]

@@ -137,7 +137,7 @@ def facts_of(run: Run, now: float | None = None) -> Facts:
         num_out_of_memory=len(events["OutOfMemory"]["step"]),
         num_replans=len(replans(run)),
         prediction_error=prediction_of(run)[0],
-        gradient_error=float(events["Verified"]["error"].max()) if len(events["Verified"]["error"]) else None,
+        gradient_error=max((float(e) for n in ("Verified", "Joined") for e in events[n]["error"]), default=None),
         num_ranks=ranks_of(run),
         answers=answers_of(run),
     )

@@ -11,6 +11,7 @@ from autoaccum.events import (
     Compiled,
     Event,
     Finished,
+    Joined,
     MemorySaving,
     Notice,
     OutOfMemory,
@@ -108,6 +109,9 @@ class Narrator:
             # Measured again and again in the first windows: what comes to the same is no news.
             before, self._measured = self._measured, (record.passed, record.hypothesis)
             return None if record.passed and before == self._measured else line(record)
+        elif isinstance(record, Joined):
+            before, self._measured = self._measured, (record.passed, "joined")
+            return None if record.passed and before == self._measured else line(record)
         elif isinstance(record, Finished):
             return self._summary(record)
         return line(record)
@@ -195,6 +199,8 @@ def line(event: Event) -> str | None:
         return f"step {event.step}: {what} at a micro-batch of {event.micro_batch}, in {event.seconds:.1f} s"
     if isinstance(event, Verified):
         return verified_text(event)
+    if isinstance(event, Joined):
+        return joined_text(event)
     if isinstance(event, Shared):
         return shared_text(event)
     if isinstance(event, Saved):
@@ -230,6 +236,17 @@ def verified_text(event: Verified) -> str:
     return (
         f"step {event.step}: gradient check: {verdict}, relative error {event.error:.1e}{where} ({allowed}; "
         f"{event.samples} samples split {cuts}; the loss is {loss})"
+    )
+
+
+def joined_text(event: Joined) -> str:
+    """Return how micro-batches are joined, and what was measured of it, as a text."""
+    verdict = "exact" if event.passed else "not exact"
+    where = "" if event.passed or event.tensor is None else f" in {event.tensor}"
+    return (
+        f"step {event.step}: micro-batches are joined: {verdict}, relative error {event.error:.1e}{where} "
+        f"({event.tolerance:.0e} allowed; {event.samples} samples); a step holds {event.held:.0%} of what the full "
+        f"batch holds for backward, and a micro-batch. Reason: {event.reason}"
     )
 
 

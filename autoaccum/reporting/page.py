@@ -267,6 +267,11 @@ def _measurements(run: Run) -> str:
         shown = ", ".join("+".join(map(str, sizes)) for sizes in cuts)
         cells = [escaped(cell) for cell in (_by(hypothesis), off, tensor or "", f"{samples} samples split {shown}")]
         rows.append([number_cell(int(step)), *cells])
+    joined = run.events["Joined"]
+    for step, error, tolerance, tensor, samples in dict.fromkeys(zip(*(joined[field] for field in _JOINED), strict=True)):
+        off = f"{error:.1e} ({tolerance:.0e} allowed)"
+        cells = [escaped(cell) for cell in ("joined", off, tensor or "", f"{samples} samples")]
+        rows.append([number_cell(int(step)), *cells])
     heads = ("step", "the loss, by", "relative error", "most in", "measured on")
     return f"<h2>Gradients of split batches</h2>\n{html_table(heads, rows, numbers={0})}" if rows else ""
 
@@ -307,6 +312,7 @@ def _ranks(run: Run) -> str:
 
 _SIZES = "A plan is micro-batch x accumulation steps: 8 x 32 is 32 micro-batches of 8 samples."
 """Explanation above the table of plans."""
+_JOINED = ("step", "error", "tolerance", "tensor", "samples")
 _VERIFIED = ("step", "hypothesis", "error", "tolerance", "tensor", "samples", "cuts")
 """Fields of a measurement that are shown."""
 _NOTICE = ("cause", "consequence", "cure")

@@ -16,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 import autoaccum
 from autoaccum.events import Joined, Notice, Replanned
 from autoaccum.testing import oom_at, simulated_memory
-from tests.faults import Operations
+from tests.faults import Operations, strides
 
 pytestmark = pytest.mark.measured
 
@@ -474,12 +474,13 @@ def ends_alike(first: autoaccum.FitResult, second: autoaccum.FitResult) -> bool:
     return all(torch.equal(one, other) for one, other in both)
 
 
-def test_memory_that_runs_out_anywhere_leaves_no_mark() -> None:
+@strides(60)
+def test_memory_that_runs_out_anywhere_leaves_no_mark(stride: int) -> None:
     run()
     model, samples = noisy_model(), plain_data(24)
     with Operations() as operations:
         run(model, samples)
-    numbers = operations.every(9)
+    numbers = operations.every(stride)
     assert len(numbers) > 30
     known: dict[tuple[Any, ...], autoaccum.FitResult] = {}
     replayed = 0
