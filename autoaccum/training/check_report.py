@@ -38,8 +38,8 @@ class CheckReport:
     passed: bool | None
     """Whether they have; None where it could not be measured, and ``notice`` says why."""
     hypothesis: str | None
-    """What the loss is (see ``events.Verified``); where none passed, what is the least wrong; None where nothing was
-    measured, as all that follows is but for the tolerance."""
+    """What the loss is (see ``events.Verified``); where none passed, what is the least wrong; None where micro-batches
+    are joined, or nothing was measured, as all that follows is then but for the tolerance."""
     error: float | None
     """That of the worst cut."""
     tolerance: float
@@ -55,6 +55,12 @@ class CheckReport:
     """What the loss might be, with the error of the worst cut if it were that; the one that is held comes first."""
     tensors: Mapping[str, float] = field(hash=False)
     """Every parameter by its name, with its error in the worst cut; the worst come first."""
+    accumulate: str
+    """By which rule a run makes the gradient: ``"weighted"`` or ``"joined"``."""
+    reason: str | None
+    """Why micro-batches are joined; None where they are weighted."""
+    held: float | None
+    """What a joined step holds for its backward besides a micro-batch, as a fraction of what the full batch holds."""
     notice: Notice | None
     """What is wrong, what comes of it and what cures it; None where nothing is."""
     seconds: float
@@ -83,7 +89,11 @@ class CheckReport:
             yield from _entry("cure", f"{self.notice.cure}.")
         if self.passed is None or self.error is None:
             return
-        if self.passed:
+        if self.reason is not None:
+            yield from _entry("joined", "the loss is computed once, on the outputs of all micro-batches.")
+            yield from _entry("reason", f"{self.reason}.")
+            yield from _entry("memory", f"{self.held:.0%} of what the full batch holds for backward, and a micro-batch")
+        elif self.passed:
             yield from _entry("the loss", in_words(self.hypothesis or ""))
         dtype = f"float{'64' if self.tolerance <= 1e-6 else '32'}"
         rounding = f"up to {format_error(self.tolerance)} is rounding in {dtype}"

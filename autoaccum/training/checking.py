@@ -41,6 +41,7 @@ from autoaccum.verification import notices
 from autoaccum.verification.comparison import tolerance_of
 from autoaccum.verification.decision import in_order
 from autoaccum.verification.draws import UnalignedError, UnsettledError
+from autoaccum.verification.joining import measure_joined
 from autoaccum.verification.findings import FOREIGN, Cut, Decision, Outcome, Verdict, ZeroGradientError
 from autoaccum.verification.measurement import Measurement
 from autoaccum.verification.samples import MOST, choose, cuts_of
@@ -49,9 +50,12 @@ from autoaccum.verification.verdict import measure
 from autoaccum.window.batch_norm import refuse_unseen, statistics_of
 from autoaccum.window.before import SharedStretch, before_window_of, counting, loss_alone, sharing_of
 from autoaccum.window.job import Job
+from autoaccum.window.joined import why_not_joined
 from autoaccum.window.modules import into_training
 from autoaccum.window.optimizers import trainable_parameters
+from autoaccum.window.notices import not_joined, not_measured_joined
 from autoaccum.window.raised import tell_micro_batch
+from autoaccum.window.split_calls import Layout
 from autoaccum.window.state import State
 from autoaccum.window.surroundings import surroundings_of
 from autoaccum.window.terms import Terms
@@ -71,6 +75,7 @@ def check(
     before_window: Callable[..., Any] | None = None,
     state: Literal["micro-batch", "window"] = "micro-batch",
     batch_norm: str = "micro",
+    accumulate: Literal["auto", "weighted", "joined"] = "auto",
     device: str | torch.device | None = None,
     ranks: Ranks = "together",
     collate_fn: Callable[[list[Any]], Any] | None = None,
@@ -108,6 +113,9 @@ def check(
         batch_norm: whose statistics BatchNorm normalises by in training: micro: those of a micro-batch; ghost:32: of
             each 32 samples of the window, whatever the micro-batch; window: of all of it, in L + 1.5 times the time for
             L layers; frozen: the running ones, which stay.
+        accumulate: how micro-batches make the gradient: weighted: by what their losses count; joined: the loss is
+            computed once, on the outputs of all of them, which run again in backward; auto: joined where weighted is
+            not exact.
         device: where to compute, such as cpu or cuda:1; an accelerator where there is one.
         ranks: together: several processes that were started together are refused; independent: each looks for itself.
         collate_fn: makes a batch of a list of samples, where a Dataset is passed.
@@ -133,8 +141,8 @@ def check(
     """
     checked = check_arguments(
         OF_CHECK, CHECKS, model=model, batch=batch, loss_fn=loss_fn, training_step=training_step, num_items=num_items,
-        reduction=reduction, before_window=before_window, state=state, batch_norm=batch_norm, device=device,
-        ranks=ranks, collate_fn=collate_fn, split=split, batch_dim=batch_dim,
+        reduction=reduction, before_window=before_window, state=state, batch_norm=batch_norm, accumulate=accumulate,
+        device=device, ranks=ranks, collate_fn=collate_fn, split=split, batch_dim=batch_dim,
     )  # fmt: skip
     refuse_ranks(ranks, "check")
     started = clock.now()
@@ -184,7 +192,7 @@ def check(
             build_lazy_layers(model, modules, examples, _alone(job), job.autocast, on)
             # To move some makes others of them.
             job = replace(job, optimizer=torch.optim.SGD(trainable_parameters(bare, modules), lr=0.0))
-        return _Check(job, window).report(started)
+        return _Check(job, window).in_force(accumulate, started)
 
 
 def _alone(job: Job) -> LossOf:
@@ -254,6 +262,7 @@ class _Check:
         self._sharing = sharing_of(job)
         self._untrained: Notice | None = None
         self._counts_by_name = False
+        self._failed_on: list[tuple[tuple[int, ...], tuple[int, ...]]] = []
 
     def report(self, started: float) -> CheckReport:
         """Measure, and say what came of it.
@@ -291,6 +300,40 @@ class _Check:
         if isinstance(detailed, RanOut):
             return self._not_measured(replace(verdict, unmeasured="memory ran out in the attempt"), started)
         return self._measured(verdict, decision, detailed, shown, started)
+
+    def in_force(self, accumulate: str, started: float) -> CheckReport:
+        """Measure by the rule that a run would choose, and say what came of it."""
+        weighted = None if accumulate == "joined" else self.report(started)
+        can_join = why_not_joined(self._job, noise_scale=False, is_shared=False) is None
+        if weighted is not None and (weighted.passed or accumulate == "weighted" or not can_join):
+            return weighted
+        asked = "accumulate='joined' was passed"
+        reason = asked if weighted is None or weighted.notice is None else weighted.notice.cause
+        found = measure_joined(
+            self._job, self._window, Layout(self._job.modules), most=self._window.num_samples, failed_on=self._failed_on
+        )
+        if weighted is not None and not found.passed:
+            return weighted
+        if found.layout is None:
+            notice = not_measured_joined(found.unmeasured)
+            return replace(_unmeasured(notice, self._parameters, started), accumulate="joined")
+        event = found.event(step=0, reason=reason, seconds=clock.now() - started)
+        return CheckReport(
+            passed=found.passed,
+            hypothesis=None,
+            error=found.error,
+            tolerance=found.tolerance,
+            tensor=found.tensor,
+            samples=found.samples,
+            cuts=(CheckedCut(sizes=found.sizes, error=found.error),),
+            hypotheses={},
+            tensors={} if found.tensor is None else {found.tensor: found.error},
+            accumulate="joined",
+            reason=reason,
+            held=found.share,
+            notice=None if found.passed else not_joined(event),
+            seconds=clock.now() - started,
+        )
 
     def _look(self) -> _Shown:
         """Run some samples forward: whole, as training would, and in parts, whose graphs show what the loss may be.
@@ -399,6 +442,7 @@ class _Check:
     ) -> CheckReport:
         """Return the report of what was measured."""
         held = found[decision.hypothesis]
+        self._failed_on = [] if decision.passed else verdict.failing(decision)
         by_error = sorted(held.tensors.items(), key=lambda item: -math.inf if math.isnan(item[1]) else -item[1])
         rounded = notices.half_precision_notices(self._parameters)
         notice = rounded[0] if rounded else None
@@ -443,6 +487,9 @@ class _Check:
             ),
             hypotheses={hypothesis: outcome.error for hypothesis, outcome in found.items()},
             tensors=dict(by_error),
+            accumulate="weighted",
+            reason=None,
+            held=None,
             notice=notice,
             seconds=clock.now() - started,
         )
@@ -482,6 +529,9 @@ def _unmeasured(notice: Notice, parameters: Sequence[torch.Tensor], started: flo
         cuts=(),
         hypotheses={},
         tensors={},
+        accumulate="weighted",
+        reason=None,
+        held=None,
         notice=notice,
         seconds=clock.now() - started,
     )

@@ -371,6 +371,7 @@ class FitArguments:
         check=_checks.of_accumulation,
         decides="training",
         accumulator=Own(),
+        in_check=Own(),
     )
     # What is measured decides how micro-batches are weighted, and so what a run computes.
     verify: bool = option(

@@ -59,7 +59,7 @@ from autoaccum.window.batch_norm_passes import ThroughWindow
 from autoaccum.window.before import before_window_of, counting, loss_alone, sharing_of
 from autoaccum.window.compilations import Compilations, captures, compiled_parts, graphs_refused
 from autoaccum.window.job import Job
-from autoaccum.window.joined import JoinableTransaction
+from autoaccum.window.joined import JoinableTransaction, why_not_joined
 from autoaccum.window.joining import SharedTransaction
 from autoaccum.window.meter import Meter
 from autoaccum.window.modules import into_training
@@ -375,7 +375,7 @@ def make_step(
     else:
         transaction = SharedTransaction(job, group, compression=compression, **options)
     examiner = Examiner(job, transaction, measure, verify=verify, strict=strict)
-    why = why_not_joined(job, transaction, noise_scale=noise_scale, is_shared=group is not None)
+    why = why_not_joined(job, noise_scale=noise_scale, is_shared=group is not None)
     if why is not None and accumulate == "joined":
         raise ConflictingArgumentsError("accumulate", "joined", *why)
     return Step(
@@ -400,23 +400,6 @@ def make_step(
         joiner=Joiner(job) if why is None else None,
         accumulate=accumulate,
     )
-
-
-def why_not_joined(
-    job: Job, transaction: Transaction, *, noise_scale: bool, is_shared: bool
-) -> tuple[str, str] | None:
-    """Return what stands against joined windows, with what to do; None where nothing does."""
-    if is_shared:
-        return "several ranks", "Ranks weigh their micro-batches: leave accumulate out, or run one process."
-    if noise_scale:
-        return "noise_scale=True", "It is measured on weighted micro-batches: leave one of the two out."
-    if job.window_loss is not None:
-        return "loss_scope='window'", "That is joined already: leave one of the two out."
-    if job.before_window is not None:
-        return "before_window=", "A joined step sees the whole batch: compute there what before_window returned."
-    if job.state == "window" or job.batch_norm != MICRO or not isinstance(transaction, JoinableTransaction):
-        return "state='window' or batch_norm=", "Joined steps see the whole batch: leave state and batch_norm out."
-    return None
 
 
 def _kinds_of_saving(job: Job, mode: SavingMode, *, is_compiled: bool, is_sharded: bool) -> frozenset[str]:

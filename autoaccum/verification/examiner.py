@@ -473,10 +473,7 @@ class Examiner:
             self._rivals = decision.rivals
             signs.compares_samples = "samples" in decision.rivals
             return
-        self._failed_on = [
-            (tuple(verdict.chosen[index] for part in cut for index in part), tuple(map(len, cut)))
-            for cut in decision.cuts
-        ]
+        self._failed_on = verdict.failing(decision)
         suspicion = readings.suspicion(self._job, self._met, self._shown)
         if verdict.suspect is not None:  # measured, where what the graph shows is read
             suspicion = notices.of(verdict.suspect)

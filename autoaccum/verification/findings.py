@@ -133,3 +133,10 @@ class Verdict:
     def samples(self) -> int:
         """Return how many samples were measured."""
         return len(self.chosen)
+
+    def failing(self, decision: Decision) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
+        """Return for each cut of a decision the positions of its samples in their order, and the sizes of its parts."""
+        return [
+            (tuple(self.chosen[index] for part in cut for index in part), tuple(map(len, cut)))
+            for cut in decision.cuts
+        ]

@@ -14,6 +14,7 @@ from autoaccum.data.base import Window
 from autoaccum.events import Joined
 from autoaccum.memory import clock
 from autoaccum.memory.oom import RanOut, attempt, is_out_of_memory
+from autoaccum.verification import notices
 from autoaccum.verification.comparison import Error
 from autoaccum.verification.draws import Recording, UnalignedError, UnsettledError, drawing_nothing
 from autoaccum.verification.findings import NotFiniteError, ZeroGradientError
@@ -54,6 +55,23 @@ class JoinedVerdict:
     """Calls that were split."""
     reasons: dict[str, str] = field(default_factory=dict)
     """Why modules were opened, by their names."""
+    sizes: tuple[int, ...] = ()
+    """Samples of each micro-batch."""
+
+    def event(self, *, step: int, reason: str, seconds: float) -> Joined:
+        """Return what was measured, as a record of a run."""
+        assert self.layout is not None
+        return Joined(
+            step=step,
+            reason=reason,
+            error=self.error,
+            tolerance=self.tolerance,
+            tensor=self.tensor,
+            samples=self.samples,
+            held=self.share,
+            opened=tuple(sorted(filter(None, map(self.layout.name_in_model, self.layout.opened())))),
+            seconds=seconds,
+        )
 
     @property
     def passed(self) -> bool:
@@ -172,21 +190,13 @@ class Joiner:
         """
         started = clock.now()
         self._rounds, self._modes = self._rounds + 1, modes
+        parameters = [p for module in self.job.modules for p in module.parameters()]
+        if notices.has_backward_hooks(parameters):
+            return None, None, "hooks that run once a gradient is accumulated would run in a measurement, too"
         found = measure_joined(self.job, window, layout or Layout(self.job.modules), most=most, **how)
         if found.layout is None:
             return None, None, found.unmeasured
-        event = Joined(
-            step=number,
-            reason=reason,
-            error=found.error,
-            tolerance=found.tolerance,
-            tensor=found.tensor,
-            samples=found.samples,
-            held=found.share,
-            opened=tuple(sorted(filter(None, map(found.layout.name_in_model, found.layout.opened())))),
-            seconds=clock.now() - started,
-        )
-        return found.layout, event, ""
+        return found.layout, found.event(step=number, reason=reason, seconds=clock.now() - started), ""
 
     def state_dict(self) -> dict[str, Any]:
         """Return what was measured, for a checkpoint."""
@@ -227,6 +237,7 @@ class _JoinedMeasurement(Measurement):
             share=self._share(layout, sizes),
             num_calls=num_calls,
             reasons=checks.reasons,
+            sizes=sizes,
         )
 
     def _opened(

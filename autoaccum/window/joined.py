@@ -8,7 +8,9 @@ import torch
 
 from autoaccum.memory.oom import is_out_of_memory
 from autoaccum.planning.attempts import Piece
+from autoaccum.planning.granules import MICRO
 from autoaccum.window.gradient import Gradient, Repeat
+from autoaccum.window.job import Job
 from autoaccum.window.split_calls import Layout, MovedError, NotRowsError, SplitCalls
 from autoaccum.window.transaction import Transaction
 
@@ -94,3 +96,18 @@ class JoinableTransaction(Transaction):
     def weigh(self) -> None:
         """Weigh micro-batches from the next attempt on."""
         self.layout = None
+
+
+def why_not_joined(job: Job, *, noise_scale: bool, is_shared: bool) -> tuple[str, str] | None:
+    """Return what stands against joined windows, with what to do; None where nothing does."""
+    if is_shared:
+        return "several ranks", "Ranks weigh their micro-batches: leave accumulate out, or run one process."
+    if noise_scale:
+        return "noise_scale=True", "It is measured on weighted micro-batches: leave one of the two out."
+    if job.window_loss is not None:
+        return "loss_scope='window'", "That is joined already: leave one of the two out."
+    if job.before_window is not None:
+        return "before_window=", "A joined step sees the whole batch: compute there what before_window returned."
+    if job.state == "window" or job.batch_norm != MICRO:
+        return "state='window' or batch_norm=", "Joined steps see the whole batch: leave state and batch_norm out."
+    return None
