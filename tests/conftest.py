@@ -25,7 +25,7 @@ import torch
 from hypothesis import HealthCheck, settings
 
 from tests import standin
-from tests.machine import nothing_measured
+from tests.machine import nothing_joined, nothing_measured
 
 TEST_DEVICE = "TEST_DEVICE"
 """Name of the environment's variable by which ``tests/devices.py`` knows the device, in processes of tests too."""
@@ -144,6 +144,7 @@ def _touching(items: list[pytest.Item]) -> Iterator[pytest.Item]:
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     _measure_nothing(items)
+    _join_nothing(items)
     if config.getoption("--device") != "cpu" and not os.environ.get("ALL_TESTS"):
         touching = list(_touching(items))
         config.hook.pytest_deselected(items=[item for item in items if item not in touching])
@@ -174,6 +175,29 @@ UNMEASURED = (
 )
 """Tests that count every operation of a run, or every byte, or compare with a version that measured nothing: in them a
 run does not measure its exactness. ``tests/laws/test_laws_verification.py`` has the same faults within a measurement."""
+
+
+WEIGHTED = (
+    "tests/laws/test_laws_kept_counts.py",
+    "tests/laws/test_laws_suspicious.py",
+    "tests/laws/test_laws_verification.py",
+    "tests/verification/",
+)
+"""Tests of what weighted micro-batches are and say: in them nothing is joined instead, unless a test asks for it."""
+
+
+def _join_nothing(items: list[pytest.Item]) -> None:
+    for item in items:
+        path = item.path.relative_to(item.config.rootpath).as_posix()
+        if (path.startswith(WEIGHTED) or "weighted" in item.keywords) and "joined" not in item.keywords:
+            item.fixturenames.insert(0, "unjoined")  # type: ignore[attr-defined]
+
+
+@pytest.fixture
+def unjoined() -> Iterator[None]:
+    """Let runs weigh micro-batches where they would join them."""
+    with nothing_joined():
+        yield
 
 
 def _measure_nothing(items: list[pytest.Item]) -> None:

@@ -24,3 +24,19 @@ def nothing_measured() -> Iterator[None]:
 
     with mock.patch.object(Examiner, "__init__", made):
         yield
+
+
+@contextmanager
+def nothing_joined() -> Iterator[None]:
+    """Let runs weigh micro-batches, as with ``accumulate="weighted"``, where nothing else is asked for."""
+    from autoaccum.window.step import Step
+
+    original = Step.__init__
+
+    def made(self: Step, *args: Any, **options: Any) -> None:
+        chosen = options.get("accumulate", "auto")
+        original(self, *args, **{**options, "accumulate": "weighted" if chosen == "auto" else chosen})
+
+    never = mock.patch("autoaccum.training.checking.why_not_joined", lambda *_, **__: ("", ""))
+    with mock.patch.object(Step, "__init__", made), never:
+        yield

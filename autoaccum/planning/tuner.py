@@ -98,6 +98,8 @@ class Tuner:
         self._convincing = SURPRISES  # as many of them; where load comes and goes, more are wanted each time
         self.saves_memory = False
         """Whether micro-batches take less than they would by themselves, so that no other run is to know of them."""
+        self.keeps_last = False
+        """Whether a window's last micro-batch is as large as fits: joined ones compute all but the last one twice."""
         self._last_cut: tuple[object, tuple[Piece, ...]] = (None, ())  # (what decided it, the pieces of a window)
 
     # What is known.
@@ -278,7 +280,13 @@ class Tuner:
         ``weight`` is the one that plans were made of once; None for that of now.
         """
         weight = self.planned_weight if weight is None else weight
-        return self._cutter.sizes(num_samples, lengths, weight) if num_samples else ()
+        return self._sizes(num_samples, lengths, weight) if num_samples else ()
+
+    def _sizes(self, num_samples: int, lengths: Lengths, weight: int) -> tuple[int, ...]:
+        rest = num_samples - weight
+        if self.keeps_last and lengths is None and rest >= max(1, self.smallest):
+            return (*self._cutter.sizes(rest, None, weight), weight)
+        return self._cutter.sizes(num_samples, lengths, weight)
 
     def in_two(self, num_samples: int, lengths: Lengths = None) -> tuple[int, ...] | None:
         """Return a cut in two of a window that would be one micro-batch; None where it is left as it is."""
@@ -291,9 +299,11 @@ class Tuner:
         """Return the pieces of a window one by one; trials are chosen as the outcomes of those before come in."""
         # Nearly every window of a run: its pieces are made once, and handed out again and again.
         if not self.search.is_on and lengths is None:
-            decided_by = (num_samples, self._largest.weight, self._fastest.weight, self._cutter.smallest)
+            decided_by = (
+                num_samples, self._largest.weight, self._fastest.weight, self._cutter.smallest, self.keeps_last
+            )  # fmt: skip
             if decided_by != self._last_cut[0]:
-                sizes = self._cutter.sizes(num_samples, None, self._fastest.planned())
+                sizes = self._sizes(num_samples, None, self._fastest.planned())
                 self._last_cut = (decided_by, pieces_of(sizes))
             return iter(self._last_cut[1])
         return self.search.pieces(num_samples, lengths, self._fastest.planned)

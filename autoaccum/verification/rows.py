@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import gc
 import weakref
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -130,25 +130,29 @@ class RowChecks:
             _refuse_what_stays(call, first)
         del first
         whole = run(0, call.split.num_samples)
+        spec = whole.spec
+        outputs = [one.detach() if isinstance(one, torch.Tensor) else one for one in whole.again.outputs]
+        gradients = _Gradients(call, whole.again)
+        del whole
         columns: list[list[Any]] = []
-        gradients = _Gradients(call)
-        kept = []
         for low, high in call.pieces:
             found = run(low, high)
-            if found.spec != whole.spec:
+            if found.spec != spec:
                 raise NotRowsError(call.module, "its micro-batches return other structures than the whole")
             call.needs_grad = [isinstance(one, torch.Tensor) and one.requires_grad for one in found.again.outputs]
             columns.append([one.detach() if isinstance(one, torch.Tensor) else one for one in found.again.outputs])
-            kept.append(found.again)
-        joined = call.joined(columns)
-        for one, other in zip(whole.again.outputs, joined, strict=True):
+            del found
+        for one, other in zip(outputs, call.joined(columns), strict=True):
             if isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor):
-                if one.shape != other.shape or one.dtype != other.dtype or not _agree([one.detach()], [other]):
+                if one.shape != other.shape or one.dtype != other.dtype or not _agree(one, other):
                     raise NotRowsError(call.module, "its rows depend on each other")
             elif type(one) is not type(other) or one != other:
                 raise NotRowsError(call.module, "it returns numbers that depend on the number of samples")
-        if call.has_grad and any(call.needs_grad):
-            gradients.compare(whole.again, kept)
+        del outputs
+        if gradients.are_there:
+            for low, high in call.pieces:
+                gradients.take(run(low, high).again, low, high)
+            gradients.compare()
         sizes = {high - low for low, high in call.pieces}
         if len(sizes) > 1 and call.name:
             call.split.layout.rows[f"{call.name} in"] = tuple(call.rows)
@@ -188,58 +192,58 @@ class _Values:
 class _Gradients:
     """Compares the gradient of the whole call with that of its micro-batches, under the same random cotangents."""
 
-    def __init__(self, call: Call) -> None:
+    def __init__(self, call: Call, whole: Again) -> None:
+        """Take the gradient of the whole call, from which those of micro-batches are taken away one by one."""
         self._call = call
-
-    def compare(self, whole: Again, parts: Sequence[Again]) -> None:
-        call, n = self._call, self._call.split.num_samples
         generator = torch.Generator().manual_seed(0)
-        outputs = [one for one in whole.outputs if isinstance(one, torch.Tensor)]
-        cotangents = [
+        self._cotangents = [
             torch.randn(one.shape, generator=generator, dtype=torch.float64, device="cpu").to(one.device, one.dtype)
             if one.requires_grad else None
-            for one in outputs
+            for one in whole.outputs if isinstance(one, torch.Tensor)
         ]  # fmt: skip
-        try:
-            wanted = self._of(whole, cotangents, 0, n)
-            found: list[list[torch.Tensor | None]] = []
-            for part, (low, high) in zip(parts, call.pieces, strict=True):
-                found.append(self._of(part, cotangents, low, high))
-        except RuntimeError as error:
-            if is_out_of_memory(error) or "use_reentrant" in str(error):
-                if is_out_of_memory(error):
-                    raise
-                return  # a checkpoint that autograd.grad cannot go through: the window's own gradient tells
-            raise NotRowsError(call.module, f"its gradient cannot be computed by rows: {error}") from None
-        right, by_rows = [], []
-        for at, one in enumerate(wanted):
-            pieces = [each[at] for each in found]
-            rows = call.rows[at] if at < len(call.tensors) else None
-            present = [piece for piece in pieces if piece is not None]
-            if one is None and not present:
-                continue
-            like = whole.inputs[at] if at < len(call.tensors) else call.held[at - len(call.tensors)][0]
-            right.append(torch.zeros_like(like) if one is None else one)
-            if rows is None:
-                summed = torch.zeros_like(like)
-                for piece in present:
-                    summed = summed + piece
-                by_rows.append(summed)
-            else:
-                joined = torch.zeros_like(like)
-                for piece, (low, high) in zip(pieces, call.pieces, strict=True):
-                    if piece is not None:
-                        cut(joined, rows, low, high).add_(piece)
-                by_rows.append(joined)
-        if not _agree(right, by_rows):
-            raise NotRowsError(call.module, "the gradients of its rows depend on each other")
+        found = None
+        if call.has_grad and any(one is not None for one in self._cotangents):
+            found = self._of(whole, [None] * len(self._cotangents), 0, call.split.num_samples)
+        self.are_there = found is not None
+        """Whether there are gradients that autograd.grad can compute."""
+        self._left: list[Any] = [None if one is None else one.clone() for one in found or []]
+        self._scales = [_scale(one) for one in self._left]
 
-    def _of(self, again: Again, cotangents: Sequence[Any], low: int, high: int) -> list[torch.Tensor | None]:
+    def take(self, part: Again, low: int, high: int) -> None:
+        """Take away the gradient of samples ``low`` to ``high``."""
         call = self._call
+        try:
+            found = self._of(part, call.out_rows, low, high) or []
+        except RuntimeError as error:
+            if is_out_of_memory(error):
+                raise
+            raise NotRowsError(call.module, f"its gradient cannot be computed by rows: {error}") from None
+        for at, gradient in enumerate(found):
+            if gradient is None:
+                continue
+            rows = call.rows[at] if at < len(call.tensors) else None
+            if self._left[at] is None:
+                like = call.tensors[at] if at < len(call.tensors) else call.held[at - len(call.tensors)][0]
+                self._left[at] = torch.zeros_like(like)
+            cut(self._left[at], rows, low, high).sub_(gradient)
+
+    def compare(self) -> None:
+        """Refuse a call where anything but rounding is left.
+
+        Raises:
+            NotRowsError: there is.
+        """
+        scale = max(self._scales, default=0.0)
+        for left in self._left:
+            if left is not None and not _scale(left) <= _TOLERANCES.get(left.dtype, _OF_16_BITS) * scale:
+                raise NotRowsError(self._call.module, "the gradients of its rows depend on each other")
+
+    def _of(self, again: Again, out_rows: Sequence[Any], low: int, high: int) -> list[torch.Tensor | None] | None:
+        """Return the gradients of a micro-batch; None where a checkpoint knows backward alone."""
         outputs = [one for one in again.outputs if isinstance(one, torch.Tensor)]
         pairs = [
             (output, cut(cotangent, rows, low, high))
-            for output, cotangent, rows in zip(outputs, cotangents, call.out_rows, strict=True)
+            for output, cotangent, rows in zip(outputs, self._cotangents, out_rows, strict=True)
             if cotangent is not None and output.requires_grad
         ]
         leaves = [*again.inputs, *again.held]
@@ -247,30 +251,31 @@ class _Gradients:
         if not pairs or not learnt:
             return [None] * len(leaves)
         roots, seeds = zip(*pairs, strict=True)
-        found = iter(torch.autograd.grad(roots, learnt, seeds, allow_unused=True))
+        try:
+            found = iter(torch.autograd.grad(roots, learnt, seeds, allow_unused=True))
+        except RuntimeError as error:
+            if "use_reentrant" not in str(error):
+                raise
+            return None
         gradients = [next(found) if leaf.requires_grad else None for leaf in leaves]
         return [one.to_dense() if one is not None and one.is_sparse else one for one in gradients]
 
 
+def _scale(tensor: torch.Tensor | None) -> float:
+    """Return the largest magnitude in a tensor; infinity where it is no number."""
+    if tensor is None or not tensor.numel():
+        return 0.0
+    largest = float(tensor.detach().abs().max())
+    return largest if largest == largest else float("inf")
+
+
 @torch.no_grad()
-def _agree(wanted: Sequence[torch.Tensor], found: Sequence[torch.Tensor]) -> bool:
-    """Return whether tensors are the same but for rounding, each relative to the largest of all."""
-    scale = 0.0
-    for one in wanted:
-        if one.numel() and (one.is_floating_point() or one.is_complex()):
-            largest = one.detach().abs().nan_to_num(0, 0, 0).max().item()
-            scale = max(scale, largest)
-    for one, other in zip(wanted, found, strict=True):
-        if not one.numel():
-            continue
-        if not (one.is_floating_point() or one.is_complex()):
-            if not torch.equal(one, other):
-                return False
-            continue
-        bound = _TOLERANCES.get(one.dtype, _OF_16_BITS) * scale
-        if not torch.allclose(one, other, rtol=0.0, atol=bound, equal_nan=True):
-            return False
-    return True
+def _agree(wanted: torch.Tensor, found: torch.Tensor) -> bool:
+    """Return whether two tensors are the same but for rounding, relative to the largest number."""
+    if not (wanted.is_floating_point() or wanted.is_complex()):
+        return torch.equal(wanted, found)
+    bound = _TOLERANCES.get(wanted.dtype, _OF_16_BITS) * _scale(wanted.nan_to_num(0, 0, 0))
+    return torch.allclose(wanted, found, rtol=0.0, atol=bound, equal_nan=True)
 
 
 def _refuse_other_graphs(call: Call, again: Again, start: int) -> None:

@@ -467,6 +467,7 @@ class Step:
 
     def _fits_whole(self, window: Window) -> bool:
         """Use the largest micro-batches that fit; return whether the window surely fits as one."""
+        self.tuner.keeps_last = not self._is_given
         return self.tuner.split_least(window.num_samples, window.lengths)
 
     def _join(self, window: Window, room: int) -> bool:
@@ -549,6 +550,7 @@ class Step:
         """
         assert isinstance(self.transaction, JoinableTransaction)
         self.transaction.weigh()
+        self.tuner.keeps_last = False
         self._examiner.withheld.append((notice, None))
         for one in self._examiner.say_withheld():
             self.announcer.tell(one)
@@ -568,6 +570,7 @@ class Step:
         for one in self._examiner.say_withheld():
             self.announcer.tell(one)
         self.transaction.join(layout or Layout(self.job.modules))
+        self._fits_whole(window)
         if found is not None:
             self._emit(found)
 
@@ -766,4 +769,5 @@ class Step:
             self._joiner.load_state_dict(joined)
             self._reason = joined["reason"]
         if self._splits_least() or self._is_joined:
+            self.tuner.keeps_last = self._is_joined and not self._is_given
             self.tuner.split_least(*self.tuner.full_window)
