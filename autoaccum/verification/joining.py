@@ -22,13 +22,16 @@ from autoaccum.verification.measurement import Measurement
 from autoaccum.verification.rows import RowChecks, RowsOfDraws
 from autoaccum.verification.samples import choose
 from autoaccum.window.job import Job
-from autoaccum.window.split_calls import Layout, MovedError, NotRowsError, SplitCalls
+from autoaccum.window.split_calls import Layout, MovedError, NotRowsError, SplitCalls, called_children
 from autoaccum.window.state import State
 
 _COUNTS = (7, 5, 3, 2)
 """Samples that are measured, the first of these that there are: odd ones are seldom another extent of a tensor."""
 _SIZES = {7: (3, 2, 2), 5: (1, 2, 2), 3: (1, 2), 2: (1, 1)}
 """Their micro-batches: of sizes that differ, to tell the dimension of samples, and at odds with groups of two."""
+_OF_16_BITS = 3e-2
+"""Relative error up to which gradients of parameters of 16 bits are the same: sums of micro-batches round otherwise."""
+_SETTINGS = frozenset((bool, int, float, str))
 _MOST_TRIES = 200
 """Modules that may be opened in backward, one after the other."""
 
@@ -164,12 +167,23 @@ class Joiner:
     def __init__(self, job: Job) -> None:
         """Begin with nothing measured."""
         self.job = job
-        self._rounds = 0
+        self._rounds = self._surprises = 0
         self._modes: list[bool] | None = None
+        self._settings: list[Any] | None = None
+        self._layers = [part for module in job.modules for part in module.modules()]
 
-    def is_due(self, modes: list[bool]) -> bool:
-        """Return whether a joined window is to be measured: a second one, or one of modules in other modes."""
-        return self._rounds < self._ROUNDS or modes != self._modes
+    def is_due(self, modes: list[bool], number: int) -> bool:
+        """Return whether a joined window is to be measured.
+
+        That is the second one, the 10th, 100th and so on, and one of modules in other modes, or with other settings
+        (attributes that are plain values); of settings that change all the time ever fewer.
+        """
+        settings = [v for layer in self._layers for v in vars(layer).values() if type(v) in _SETTINGS]
+        is_new, self._settings = settings != self._settings and self._settings is not None, settings
+        self._surprises += is_new
+        is_round = number >= 10 and set(str(number)[1:]) == {"0"} and str(number)[0] == "1"
+        is_surprising = is_new and not self._surprises & (self._surprises - 1)
+        return self._rounds < self._ROUNDS or modes != self._modes or is_round or is_surprising
 
     def measure(
         self, window: Window, layout: Layout | None, modes: list[bool], *, number: int, reason: str, most: int, **how: Any
@@ -200,11 +214,11 @@ class Joiner:
 
     def state_dict(self) -> dict[str, Any]:
         """Return what was measured, for a checkpoint."""
-        return {"rounds": self._rounds, "modes": self._modes}
+        return {"rounds": self._rounds, "modes": self._modes, "surprises": self._surprises}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Put back what ``state_dict`` returned."""
-        self._rounds, self._modes = state["rounds"], state["modes"]
+        self._rounds, self._modes, self._surprises = state["rounds"], state["modes"], state["surprises"]
 
 
 class _JoinedMeasurement(Measurement):
@@ -231,10 +245,10 @@ class _JoinedMeasurement(Measurement):
         return JoinedVerdict(
             layout=layout,
             error=error.relative,
-            tolerance=self.tolerance,
+            tolerance=_OF_16_BITS if self.is_rounded else self.tolerance,
             tensor=None if error.tensor is None else self.names[error.tensor],
             samples=self.num_samples,
-            share=self._share(layout, sizes),
+            share=self._share_of(layout, sizes),
             num_calls=num_calls,
             reasons=checks.reasons,
             sizes=sizes,
@@ -246,13 +260,24 @@ class _JoinedMeasurement(Measurement):
         for _ in range(_MOST_TRIES):
             before = layout.state_dict()
             try:
-                if is_known:
+                if is_known and not checks.reasons:
                     found = self._run_split(layout, sizes, None)
                     if found[0].relative <= self.tolerance:
                         return found
                 # Once with each call measured, which opens what cannot be split; and then as windows run.
                 self._run_split(layout, sizes, checks)
-                return self._run_split(layout, sizes, None)
+                # What is never called itself, as where a step calls methods of a model, has children that are.
+                uncalled = [m for m in layout.split() if id(m) not in self._called and any(called_children(m))]
+                if not uncalled:
+                    error, num_calls = self._run_split(layout, sizes, None)
+                    if error.relative <= (_OF_16_BITS if self.is_rounded else self.tolerance) or not layout.split():
+                        return error, num_calls
+                    # Rows agree, and something else does not: the modules' own code runs on everything then.
+                    uncalled = [m for m in layout.split() if id(m) in self._called]
+                    if not uncalled:
+                        return error, num_calls
+                for module in uncalled:
+                    layout.open(module)
             except NotRowsError as error:
                 checks.reasons.setdefault(layout.name(error.module), str(error))
                 layout.open(error.module)
@@ -282,11 +307,22 @@ class _JoinedMeasurement(Measurement):
         )
         with split:
             gradient = self._run((whole,), "samples", self.make, lambda _: draws)
+        self._called = split.called
         error = self._error(gradient)
         for p in self.parameters:
             p.grad = None
         self._put_back()
         return error, split.num_calls
+
+    def _share_of(self, layout: Layout, sizes: tuple[int, ...]) -> float:
+        """Return the same; 1 where it cannot be told, as of steps that take gradients in ways of their own."""
+        try:
+            return self._share(layout, sizes)
+        except Exception as error:
+            if is_out_of_memory(error):
+                raise
+            self._put_back()
+            return 1.0
 
     def _share(self, layout: Layout, sizes: tuple[int, ...]) -> float:
         """Return what is held for the backward of a joined window, as a fraction of what the whole one holds."""

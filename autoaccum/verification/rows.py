@@ -13,12 +13,13 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+from torch.utils._python_dispatch import _disable_current_modes
 
 from autoaccum.memory.oom import is_out_of_memory
 from autoaccum.verification.draws import Draws, Recording, Replaying
 from autoaccum.window.attributes import Attributes
 from autoaccum.window.gradient import count_nodes
-from autoaccum.window.split_calls import Again, Call, NotRowsError, cut
+from autoaccum.window.split_calls import Again, Call, NotRowsError, cut, draws_elsewhere, version_of
 from autoaccum.window.state import same
 
 _TOLERANCES = {torch.float64: 1e-8, torch.complex128: 1e-8, torch.float32: 1e-4, torch.complex64: 1e-4}
@@ -110,20 +111,22 @@ class RowChecks:
 
         # What only a first call sets up stays; what each call moves is state.
         run(low, high)
-        settled = Attributes(call.layers)
+        settled = Attributes(call.objects)
         values.renew()
-        versions = [tensor._version for tensor in call.tensors]
+        versions = [version_of(tensor) for tensor in call.tensors]
         shared = getattr(draws, "num_shared", 0)
         start = count_nodes()
         first = run(low, high).again
-        if [tensor._version for tensor in call.tensors] != versions:
+        if [version_of(tensor) for tensor in call.tensors] != versions:
             raise NotRowsError(call.module, "it changes its inputs in place")
+        if _are_inputs(first):
+            raise NotRowsError(call.module, "it returns its input")
         if settled.have_changed() or values.have_moved():
             raise NotRowsError(call.module, "it moves state")
         if getattr(draws, "num_shared", 0) > shared:
             raise NotRowsError(call.module, "it draws once for all samples")
-        if _draws_elsewhere(random, call.random_state()):
-            raise NotRowsError(call.module, "it draws from Python's or NumPy's generator")
+        if draws_elsewhere(random, call.random_state()):
+            raise NotRowsError(call.module, "it draws from a generator that is not PyTorch's")
         call.attributes = settled
         if call.has_grad:
             _refuse_other_graphs(call, first, start)
@@ -153,10 +156,7 @@ class RowChecks:
             for low, high in call.pieces:
                 gradients.take(run(low, high).again, low, high)
             gradients.compare()
-        sizes = {high - low for low, high in call.pieces}
-        if len(sizes) > 1 and call.name:
-            call.split.layout.rows[f"{call.name} in"] = tuple(call.rows)
-            call.split.layout.rows[f"{call.name} out"] = tuple(call.out_rows)
+        call.learn(call.out_rows)
 
 
 class _Values:
@@ -169,22 +169,26 @@ class _Values:
         found = [one for layer in layers for one in layer._buffers.values() if one is not None]
         found += [p for layer in layers for p in layer._parameters.values() if p is not None and not p.requires_grad]
         total = 0
-        self._held: list[tuple[torch.Tensor, torch.Tensor, int]] = []
+        self._held: list[tuple[torch.Tensor, torch.Tensor]] = []
+        self._large: list[tuple[torch.Tensor, int]] = []  # of which a write in place tells
         for one in sorted(found, key=lambda one: one.nbytes):
             total += one.nbytes
             if total <= self._MOST_BYTES:
-                self._held.append((one, one.detach().clone(), one._version))
+                self._held.append((one, one.detach().clone()))
+            else:
+                self._large.append((one, version_of(one)))
         self._first = list(self._held)
 
     def renew(self) -> None:
-        self._held = [(one, one.detach().clone(), one._version) for one, _, _ in self._held]
+        self._held = [(one, one.detach().clone()) for one, _ in self._held]
 
     def have_moved(self) -> bool:
-        return any(not same(one, value) for one, value, _ in self._held)
+        is_written = any(version_of(one) != version for one, version in self._large)
+        return is_written or any(not same(one, value) for one, value in self._held)
 
     @torch.no_grad()
     def restore(self) -> None:
-        for one, value, _ in self._first:
+        for one, value in self._first:
             if not same(one, value):
                 one.data.copy_(value)
 
@@ -196,11 +200,12 @@ class _Gradients:
         """Take the gradient of the whole call, from which those of micro-batches are taken away one by one."""
         self._call = call
         generator = torch.Generator().manual_seed(0)
-        self._cotangents = [
-            torch.randn(one.shape, generator=generator, dtype=torch.float64, device="cpu").to(one.device, one.dtype)
-            if one.requires_grad else None
-            for one in whole.outputs if isinstance(one, torch.Tensor)
-        ]  # fmt: skip
+        with _disable_current_modes():  # in which this would be taken for a draw of the program's
+            self._cotangents = [
+                torch.randn(one.shape, generator=generator, dtype=torch.float64, device="cpu").to(one.device, one.dtype)
+                if one.requires_grad else None
+                for one in whole.outputs if isinstance(one, torch.Tensor)
+            ]  # fmt: skip
         found = None
         if call.has_grad and any(one is not None for one in self._cotangents):
             found = self._of(whole, [None] * len(self._cotangents), 0, call.split.num_samples)
@@ -324,6 +329,8 @@ def _refuse_what_stays(call: Call, again: Again) -> None:
             raise NotRowsError(call.module, "it leaves a tensor with a graph behind")
 
 
-def _draws_elsewhere(before: Any, after: Any) -> bool:
-    """Return whether Python's or NumPy's generator, or one of the program's own, was drawn from."""
-    return before[0][1] is not after[0][1] and before[0][1] != after[0][1] or str(before[0][2]) != str(after[0][2])
+def _are_inputs(again: Again) -> bool:
+    """Return whether an output lies in the memory of an input, so that a write to one is a write to the other."""
+    inputs = {one.untyped_storage().data_ptr() for one in again.inputs if one.numel()}
+    outputs = [one for one in again.outputs if isinstance(one, torch.Tensor) and one.numel()]
+    return any(one.untyped_storage().data_ptr() in inputs for one in outputs)

@@ -9,6 +9,7 @@ from operator import is_, methodcaller
 from typing import Any
 
 import torch
+from torch import nn
 
 CONTAINERS = (dict, OrderedDict, defaultdict, Counter, list, set, deque)
 """The types of containers whose contents are remembered, exactly: a subclass may mean something else by ``clear``."""
@@ -111,3 +112,31 @@ def is_expanded(tensor: torch.Tensor) -> bool:
         return False
     # A stride of 0 leads from an element to itself; with a size of 1 it leads nowhere.
     return any(size > 1 and not stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+
+
+def objects_of(layers: Iterable[nn.Module]) -> list[Any]:
+    """Return the objects that modules hold besides modules and tensors, and modules that are in plain containers."""
+    found: dict[int, Any] = {}
+    known = {id(layer) for layer in layers}
+    for layer in layers:
+        for name, value in vars(layer).items():
+            if name in _OWN or type(value) in _PLAIN:
+                continue
+            inside = value if type(value) in (list, tuple) else value.values() if type(value) is dict else (value,)
+            for one in inside:
+                parts = one.modules() if isinstance(one, nn.Module) else (one,)
+                for part in parts:
+                    if id(part) not in known and _has_state(part):
+                        found[id(part)] = part
+    return list(found.values())
+
+
+_OWN = frozenset(vars(nn.Module()))
+"""Attributes that every module has."""
+
+
+def _has_state(thing: Any) -> bool:
+    if isinstance(thing, torch.Tensor | type) or (callable(thing) and not isinstance(thing, nn.Module)):
+        return False
+    root = type(thing).__module__.partition(".")[0]
+    return isinstance(getattr(thing, "__dict__", None), dict) and (root != "torch" or isinstance(thing, nn.Module))

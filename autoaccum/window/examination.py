@@ -95,7 +95,7 @@ class Examiner(Protocol):
 class Joiner(Protocol):
     """What measures joined windows: see ``verification.joining``."""
 
-    def is_due(self, modes: list[bool]) -> bool:
+    def is_due(self, modes: list[bool], number: int) -> bool:
         """Return whether a joined window is to be measured."""
 
     def measure(

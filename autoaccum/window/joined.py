@@ -11,7 +11,7 @@ from autoaccum.planning.attempts import Piece
 from autoaccum.planning.granules import MICRO
 from autoaccum.window.gradient import Gradient, Repeat
 from autoaccum.window.job import Job
-from autoaccum.window.split_calls import Layout, MovedError, NotRowsError, SplitCalls
+from autoaccum.window.split_calls import Layout, MovedError, NotRowsError, SplitCalls, UnknownCallError
 from autoaccum.window.transaction import Transaction
 
 
@@ -23,6 +23,8 @@ class JoinableTransaction(Transaction):
 
     layout: Layout | None = None
     """Which modules are split in joined windows; None where windows are weighted."""
+    unknown: UnknownCallError | None = None
+    """A kind of call that was not measured, for which the window has to be run again once it is."""
 
     def _begin_anew(self, num_samples: int = 0) -> None:
         super()._begin_anew(num_samples)
@@ -62,6 +64,9 @@ class JoinableTransaction(Transaction):
             return super().finish()
         sizes = tuple(self._cut)
         refused = self._run_joined(self.layout, sizes)
+        if isinstance(refused, UnknownCallError):
+            self.unknown = refused
+            return Repeat(sizes=sizes)
         if refused is not None:
             is_new = isinstance(refused, MovedError) and not self.layout.is_copied(refused.module)
             (self.layout.copy if is_new else self.layout.open)(refused.module)

@@ -138,6 +138,7 @@ _SAVING = entries(
 )
 
 
+_ROWS = optional(parts(whole(), whole(1)))
 _JOINED = entries(
     {
         "reason": a(str),
@@ -145,10 +146,11 @@ _JOINED = entries(
             {
                 "opened": every(a(str)),
                 "copied": every(a(str)),
-                "rows": by_name(every(optional(parts(whole(), whole(1))))),
+                "rows": by_name(parts(every(_ROWS), every(_ROWS))),
             }
         ),
         "rounds": whole(),
+        "surprises": whole(),
         "modes": optional(every(a(bool))),
     }
 )

@@ -20,6 +20,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
+from enum import Enum
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -29,7 +30,7 @@ from torch.utils import _pytree as pytree
 from autoaccum.data import randomness
 from autoaccum.data.randomness import generator_state, set_generator_state
 from autoaccum.memory.oom import is_out_of_memory
-from autoaccum.window.attributes import Attributes
+from autoaccum.window.attributes import Attributes, objects_of
 from autoaccum.window.surroundings import is_generator
 
 _PLAIN = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size, type)
@@ -47,6 +48,14 @@ class NotRowsError(Exception):
     def __init__(self, module: nn.Module, why: str) -> None:
         super().__init__(why)
         self.module = module
+
+
+class UnknownCallError(NotRowsError):
+    """A kind of call that was not measured: a module that was not called before, or is called otherwise."""
+
+    def __init__(self, module: nn.Module, signature: str) -> None:
+        super().__init__(module, "it was not called like this where it was measured")
+        self.signature = signature
 
 
 class MovedError(Exception):
@@ -68,8 +77,8 @@ class Layout:
         self._names = {id(part): f"{at}.{name}" for at, root in enumerate(self.roots) for name, part in named(root)}
         self._opened: dict[int, nn.Module] = {}
         self._copied: dict[int, nn.Module] = {}
-        self.rows: dict[str, tuple[Rows | None, ...]] = {}
-        """Where the samples lie in each tensor of a call, by the module's name, as was measured."""
+        self.rows: dict[str, tuple[tuple[Rows | None, ...], tuple[Rows | None, ...]]] = {}
+        """Where the samples lie in the inputs and outputs of each kind of call that was measured, by its signature."""
 
     def open(self, module: nn.Module) -> None:
         """Run a module's own code on the whole window, and split its children."""
@@ -121,7 +130,7 @@ class Layout:
         return {
             "opened": sorted(self._names.get(id(m), "") for m in self._opened.values()),
             "copied": sorted(self._names.get(id(m), "") for m in self._copied.values()),
-            "rows": {name: list(rows) for name, rows in self.rows.items()},
+            "rows": {name: (list(inputs), list(outputs)) for name, (inputs, outputs) in self.rows.items()},
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -129,10 +138,11 @@ class Layout:
         modules = {self._names[id(part)]: part for root in self.roots for _, part in named(root)}
         self._opened = {id(modules[name]): modules[name] for name in state["opened"] if name in modules}
         self._copied = {id(modules[name]): modules[name] for name in state["copied"] if name in modules}
-        self.rows = {
-            name: tuple(None if one is None else (one[0], one[1]) for one in rows)
-            for name, rows in state["rows"].items()
-        }
+        self.rows = {name: (_as_rows(inputs), _as_rows(outputs)) for name, (inputs, outputs) in state["rows"].items()}
+
+
+def _as_rows(rows: Iterable[Any]) -> tuple[Rows | None, ...]:
+    return tuple(None if one is None else (one[0], one[1]) for one in rows)
 
 
 def named(root: nn.Module) -> Iterator[tuple[str, nn.Module]]:
@@ -201,6 +211,8 @@ class SplitCalls:
             self.pieces.append((low, low + size))
         self.num_calls = 0
         """Calls that were split."""
+        self.called: set[int] = set()
+        """The ids of the modules that were called."""
         self.checks = checks
         self.draws = draws
         self.generators = list(generators)
@@ -232,6 +244,7 @@ class SplitCalls:
         compiled = before or (target._call_impl if isinstance(target, torch.jit.ScriptModule) else None)
 
         def called(*args: Any, **kwargs: Any) -> Any:
+            self.called.add(id(module))
             if self._passes() or self.layout.is_opened(module):
                 return (before or target._call_impl)(*args, **kwargs)
             if compiled is not None:
@@ -334,6 +347,8 @@ class _Unjoined:
 
     __hash__ = object.__hash__
     __iter__ = __len__ = __getitem__ = __call__ = __bool__ = __setattr__ = _refuse
+    __array__ = __float__ = __int__ = __index__ = __add__ = __radd__ = __sub__ = __rsub__ = _refuse
+    __mul__ = __rmul__ = __truediv__ = __rtruediv__ = __matmul__ = __neg__ = __lt__ = __gt__ = _refuse
 
 
 class Again(NamedTuple):
@@ -359,7 +374,10 @@ class Call:
         self._places = [at for at, leaf in enumerate(self._leaves) if isinstance(leaf, torch.Tensor)]
         self.tensors: list[torch.Tensor] = [self._leaves[at] for at in self._places]
         self.name = split.layout.name(module)
-        self.layers = [part for part in module.modules() if not isinstance(part, torch.jit.ScriptModule)]
+        layers = [part for part in module.modules() if not isinstance(part, torch.jit.ScriptModule)]
+        self.layers = layers
+        self.objects: list[Any] = [*layers, *objects_of(layers)]
+        """What may hold state that a call changes."""
         self.has_grad = torch.is_grad_enabled()
         kinds = dict.fromkeys(("cpu", split.device.type))
         self._autocast = [
@@ -382,16 +400,21 @@ class Call:
                     raise NotRowsError(self.module, f"an argument is a {type(leaf).__name__}")
             elif not isinstance(leaf, (*_PLAIN, torch.Generator)) and not callable(leaf):
                 raise NotRowsError(self.module, f"an argument is a {type(leaf).__name__}")
+        self.signature = self._signature()
+        self.known = split.layout.rows.get(self.signature)
+        if self.known is None and split.checks is None and split.layout.rows:
+            raise UnknownCallError(self.module, self.signature)
         self.rows = self._find_rows()
         if not any(self.rows):
             # Nothing in it depends on the samples; what it computes is computed once.
-            if split.checks is not None and self.name:  # of as many samples as a weight has rows it might seem to
-                split.layout.rows.setdefault(f"{self.name} in", self.rows)
+            self.learn(())
             return self._forward(*pytree.tree_unflatten(self._leaves, self._spec)[0], **self._kwargs())
-        self.attributes = Attributes(self.layers)
+        self.attributes = Attributes(self.objects)
         if split.checks is not None:
             split.checks.check(self)
-        versions = [tensor._version for tensor in self.tensors]
+        versions = [version_of(tensor) for tensor in self.tensors]
+        moving = self._moving()
+        state = [version_of(one) for one in moving]
         before = split.draws.at() if split.draws is not None else None
         parts: list[list[Any]] = []
         for index, (low, high) in enumerate(self.pieces):
@@ -409,14 +432,19 @@ class Call:
             del found
         if split.draws is not None:
             split.draws.go(split.draws.at(), 0, split.num_samples)
-        if [tensor._version for tensor in self.tensors] != versions:
+        if [version_of(tensor) for tensor in self.tensors] != versions:
             raise NotRowsError(self.module, "it changes its inputs in place")
+        # Which was measured not to be so; but code may come to other branches.
+        if [version_of(one) for one in moving] != state or self.attributes.have_changed():
+            raise NotRowsError(self.module, "it moves state")
+        if split.draws is None and draws_elsewhere(self.random[0], self.random_state()):
+            raise NotRowsError(self.module, "it draws from a generator that is not PyTorch's")
         split.num_calls += 1
         joined = self.joined(parts)
         if not self.has_grad or not any(self.needs_grad):
             self.kept.clear()
             return pytree.tree_unflatten(joined, self.spec)
-        self._keep_for_later()
+        self._keep_for_later(moving)
         self.outputs: list[torch.Tensor] = [one for one in joined if isinstance(one, torch.Tensor)]
         self.is_tensor = [isinstance(one, torch.Tensor) for one in joined]
         others = [None if isinstance(one, torch.Tensor) else one for one in joined]
@@ -430,33 +458,50 @@ class Call:
     def _kwargs(self) -> Any:
         return pytree.tree_unflatten(self._leaves, self._spec)[1]
 
+    def _signature(self) -> str:
+        """Return what tells this kind of call from others of the same module."""
+        dims = [(tensor.ndim, str(tensor.dtype)) for tensor in self.tensors]
+        others = [str(leaf) for leaf in self._leaves if isinstance(leaf, (bool, str, type(None)))]
+        return f"{self.name} {dims} {others} {self.has_grad} {self.module.training}"
+
     def _find_rows(self) -> tuple[Rows | None, ...]:
         """Return in which dimension of each tensor the samples lie, as was measured, or as shapes have it."""
-        n, known = self.split.num_samples, self.split.layout.rows.get(f"{self.name} in")
-        found: list[Rows | None] = []
-        for at, tensor in enumerate(self.tensors):
-            rows = rows_of(tensor.shape, n)
-            if known is not None and len(known) == len(self.tensors):
-                measured = known[at]
-                rows = None if measured is None else rows_in(tensor.shape, measured[0], n)
-            found.append(rows)
-        return tuple(found)
+        n = self.split.num_samples
+        if self.known is None or self.split.checks is not None:
+            return tuple(rows_of(tensor.shape, n) for tensor in self.tensors)
+        measured = zip(self.tensors, self.known[0], strict=True)
+        return tuple(None if rows is None else rows_in(one.shape, rows[0], n) for one, rows in measured)
 
-    def _keep_for_later(self) -> None:
+    def learn(self, out_rows: Sequence[Rows | None]) -> None:
+        """Remember where the samples of such calls lie.
+
+        Raises:
+            NotRowsError: they lie elsewhere in another call of the same kind.
+        """
+        if self.split.checks is None or not self.name:
+            return
+        found = self.rows, tuple(out_rows)
+        known = self.split.layout.rows.setdefault(self.signature, found)
+        if [one and one[0] for one in known[0]] != [one and one[0] for one in found[0]]:
+            raise NotRowsError(self.module, "its samples lie in other dimensions from call to call")
+
+    def _moving(self) -> list[torch.Tensor]:
+        held = [one for layer in self.layers for one in (*layer._buffers.values(), *layer._parameters.values())]
+        return [one for one in held if one is not None]
+
+    def _keep_for_later(self, moving: list[torch.Tensor]) -> None:
         """Keep what a micro-batch needs to run again, and note how it can be seen whether it was changed since."""
-        moving = [b for layer in self.layers for b in layer._buffers.values() if b is not None]
-        moving += [p for layer in self.layers for p in layer._parameters.values() if p is not None]
         self._values: list[tuple[torch.Tensor, torch.Tensor]] = []
         if self.split.layout.is_copied(self.module):
             self._values = [(one, one.detach().clone()) for one in moving]
             self.tensors = [tensor.clone() for tensor in self.tensors]
             moving = []
         # A list of a buffer's value for each call would be another copy of the model's state; a version costs nothing.
-        self._versions = [(one, one._version) for one in (*moving, *self.tensors)]
+        self._versions = [(one, version_of(one)) for one in (*moving, *self.tensors)]
 
     def was_moved(self) -> bool:
         """Return whether the step has changed what a micro-batch would need to run again."""
-        return any(one._version != version for one, version in self._versions)
+        return any(version_of(one) != version for one, version in self._versions)
 
     def forward_of(self, low: int, high: int, place: Any = None) -> Forward:
         """Run samples ``low`` to ``high`` forward; what comes is detached from what the step has computed.
@@ -481,6 +526,7 @@ class Call:
             raise NotRowsError(self.module, f"it fails on a micro-batch: {type(error).__name__}: {error}") from None
         finally:
             if self.has_grad:
+                self._leave_out_replaced(held)
                 self.put_back_held()
         return Forward(Again(inputs, outputs, held), spec)
 
@@ -498,7 +544,7 @@ class Call:
         if self.split.checks is not None and not _are_same(pytree.tree_leaves((args, kwargs)), leaves):
             raise NotRowsError(self.module, "it changes the containers that it is given")
         outputs, spec = pytree.tree_flatten(found)
-        kept = (torch.Tensor, *_PLAIN)
+        kept = (torch.Tensor, Enum, *_PLAIN)
         return [one if isinstance(one, kept) else _Unjoined(self.module, type(one)) for one in outputs], spec
 
     # What the module holds that has a gradient.
@@ -517,6 +563,12 @@ class Call:
             found.append(alias)
         return found
 
+    def _leave_out_replaced(self, aliases: Sequence[torch.Tensor]) -> None:
+        """Hold no more what the forward itself replaces, as hooks that compute a weight do: nothing depends on it."""
+        for at, ((tensor, places), alias) in enumerate(zip(self.held, aliases, strict=True)):
+            if not tensor.is_leaf and all(namespace.get(name) is not alias for namespace, name in places):
+                self.held[at] = (tensor.detach(), [])
+
     def put_back_held(self) -> None:
         """Have the module hold its own tensors again."""
         for tensor, places in self.held:
@@ -533,7 +585,7 @@ class Call:
             NotRowsError: an output has no row for each sample.
         """
         sizes = [high - low for low, high in self.pieces]
-        known = self.split.layout.rows.get(f"{self.name} out")
+        known = None if self.known is None else self.known[1]
         count = sum(isinstance(one, torch.Tensor) for one in parts[0])
         joined: list[Any] = []
         self.out_rows = []
@@ -629,7 +681,7 @@ class _AsItWas:
         self._now: Attributes | None = None
         self._values: list[tuple[torch.Tensor, torch.Tensor]] = []
         if call.attributes.have_changed():
-            self._now = Attributes(call.layers)
+            self._now = Attributes(call.objects)
             call.attributes.restore()
         with torch.no_grad():
             for one, value in call._values:
@@ -643,6 +695,21 @@ class _AsItWas:
         self._call.put_back_held()
         if self._now is not None:
             self._now.restore()
+
+
+def version_of(tensor: torch.Tensor) -> int:
+    """Return how often a tensor was written to; 0 of one that does not count, as under ``inference_mode``."""
+    return 0 if tensor.is_inference() else tensor._version
+
+
+def draws_elsewhere(before: Any, after: Any) -> bool:
+    """Return whether Python's or NumPy's generator, or one of the program's own, was drawn from."""
+    if before[0][1] is not after[0][1] and before[0][1] != after[0][1]:
+        return True
+    if before[0][2] is not after[0][2] and str(before[0][2]) != str(after[0][2]):
+        return True
+    own = zip(before[1], after[1], strict=False)
+    return any(not isinstance(one, torch.Generator) and str(then) != str(now) for (one, then), (_, now) in own)
 
 
 def rows_of(shape: Sequence[int], num_samples: int) -> Rows | None:

@@ -14,7 +14,7 @@ from torch.nn.parameter import is_lazy
 from autoaccum.data import randomness
 from autoaccum.data.randomness import generator_state, set_generator_state
 from autoaccum.memory.oom import insist
-from autoaccum.window.attributes import Attributes, is_expanded
+from autoaccum.window.attributes import Attributes, is_expanded, objects_of
 from autoaccum.window.surroundings import is_generator, surroundings_of
 
 SMALL_BYTES = 2**24
@@ -84,7 +84,9 @@ class State:
 
     def remember_attributes(self) -> None:
         """Remember attributes as they are now, in place of what was remembered of them."""
-        self._attributes = Attributes([*self.layers, *self._held.objects], self._held.containers)
+        # An object in an attribute, such as a counter or a metric, is state as well.
+        objects = [*self.layers, *self._held.objects, *objects_of(self.layers)]
+        self._attributes = Attributes(objects, self._held.containers)
 
     def _to_copy(self, written: Iterable[torch.Tensor], trained: set[int]) -> list[torch.Tensor]:
         """Return the parameters whose values are to be kept."""

@@ -120,6 +120,7 @@ class Step:
         self._examiner = examiner
         self._joiner = joiner
         self._accumulate = accumulate
+        self._due = False  # whether this joined window is to be measured
         self._reason = "accumulate='joined' was passed"  # why windows are joined
         examiner.joins = joiner is not None and accumulate == "auto"
         self._stepper = Stepper(job.optimizer, memory, emit)
@@ -310,8 +311,10 @@ class Step:
         is_looked_at = self._sharded is None and number >= signs.next_look
         if self._is_joined and self._examiner.is_checked:
             is_looked_at, self.transaction.forward = False, self.transaction.plain_forward
-        if self._is_joined and self._is_due():
-            self._examiner.remember(number)
+        if self._is_joined and self._joiner is not None:
+            self._due = self._joiner.is_due(self.transaction.snapshot.modes(), number)
+            if self._due:
+                self._examiner.remember(number)
         if is_looked_at and (group is None or group.is_first):  # who looks for all of them
             way = self.saving.name, self.tuner.largest
             # Of a plan that has settled it is known what it leaves; while sizes are found out it is tried.
@@ -347,6 +350,8 @@ class Step:
         if isinstance(outcome, Exception):
             # Out here no exception is being handled; its own frames stay, for they are the user's.
             return self._joined_instead(outcome, window)
+        if isinstance(outcome, Repeat) and self._is_joined:
+            self._measure_unknown(window)
         if isinstance(self.transaction, SharedTransaction):
             outcome = self._voted(self.transaction, outcome, pieces)
         # Whether there is a look is decided alike on all ranks, so by the samples of whoever looks.
@@ -521,7 +526,7 @@ class Step:
         """Measure a joined window, where one is due; return it, or that it is run again, for it was not exact."""
         transaction = self.transaction
         assert self._joiner is not None and isinstance(transaction, JoinableTransaction)
-        if not self._is_due():
+        if not self._due:
             return gradient
         assert transaction.layout is not None
         before = transaction.layout.state_dict()
@@ -538,9 +543,16 @@ class Step:
             self._weigh(notices.not_joined(found))
         return Repeat(sizes=gradient.own)
 
-    def _is_due(self) -> bool:
-        """Return whether this joined window is to be measured."""
-        return self._joiner is not None and self._joiner.is_due(self.transaction.snapshot.modes())
+    def _measure_unknown(self, window: Window) -> None:
+        """Measure a kind of call that no measurement has met; open its module where that does not tell of it."""
+        assert isinstance(self.transaction, JoinableTransaction)
+        assert self.transaction.layout is not None
+        layout, unknown, self.transaction.unknown = self.transaction.layout, self.transaction.unknown, None
+        if unknown is None:
+            return
+        self._measured_joined(window, layout, window.num_samples)
+        if unknown.signature not in layout.rows:
+            layout.open(unknown.module)
 
     def _weigh(self, notice: Notice) -> None:
         """Weigh micro-batches again, because joined windows are not exact, or do not fit; say so.
