@@ -178,9 +178,18 @@ run does not measure its exactness. ``tests/laws/test_laws_verification.py`` has
 
 
 WEIGHTED = (
+    "tests/laws/test_laws_batch_norm.py",
+    "tests/laws/test_laws_before_window.py",
+    "tests/laws/test_laws_forms.py",
     "tests/laws/test_laws_kept_counts.py",
     "tests/laws/test_laws_suspicious.py",
     "tests/laws/test_laws_verification.py",
+    "tests/training/test_check_causes.py",
+    "tests/training/test_check_samples.py",
+    "tests/training/test_checking.py",
+    "tests/training/test_min_micro_batch.py",
+    "tests/training/test_mixture_of_experts.py",
+    "tests/training/test_single_samples.py",
     "tests/verification/",
 )
 """Tests of what weighted micro-batches are and say: in them nothing is joined instead, unless a test asks for it."""

@@ -73,6 +73,7 @@ CHECKS: tuple[Callable[..., Any], ...] = (
     _checks.of_flags,
     _checks.of_state,
     statistics_of,
+    _checks.of_accumulation,
     _checks.of_verification,
     before_window_of,
     window_loss_of,

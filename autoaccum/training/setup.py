@@ -397,7 +397,8 @@ def make_step(
         limit=limit,
         patience=patience,
         emit=emit,
-        joiner=Joiner(job) if why is None else None,
+        # What is not measured is not known to be wrong.
+        joiner=Joiner(job) if why is None and (verify or accumulate == "joined") else None,
         accumulate=accumulate,
     )
 

@@ -106,23 +106,27 @@ def measure_joined(
         failed_on: positions of samples for which weighted micro-batches of these sizes were wrong: joined ones have to
             be right for the same, because otherwise the reason for it was not found.
     """
-    why = "there is not enough memory for two samples at once"
-    counts = [count for count in _COUNTS if count <= min(window.num_samples, most)]
-    # A step that knows how many samples there are, by labels of its own say, works on all of them alone.
-    for count in dict.fromkeys([*(counts or [2]), window.num_samples]):
-        if count > window.num_samples:
+    how: dict[str, Any] = {"written": list(written), "rewind": rewind, "like": like}
+    run = partial(_measured, job, window, layout, how=how)
+    counts = [count for count in _COUNTS if count <= min(window.num_samples, most)] or [2]
+    outcome: JoinedVerdict | RanOut = JoinedVerdict(unmeasured="there are not two samples")
+    for count in counts if window.num_samples > 1 else ():
+        outcome = attempt(partial(run, choose(window, window.num_samples, count)))
+        if isinstance(outcome, JoinedVerdict):
             break
-        how: dict[str, Any] = {"written": list(written), "rewind": rewind, "like": like}
-        outcome = attempt(lambda: _measured(job, window, layout, choose(window, window.num_samples, count), how))
-        for chosen, sizes in failed_on:
-            if isinstance(outcome, JoinedVerdict) and outcome.passed and len(sizes) > 1:
-                again = attempt(partial(_measured, job, window, layout, chosen, how, sizes))
-                worse = isinstance(again, JoinedVerdict) and (again.layout is None or again.error > outcome.error)
-                outcome = again if worse or not isinstance(again, JoinedVerdict) else outcome
-        if isinstance(outcome, JoinedVerdict) and not outcome.fails:
-            return outcome
-        why = outcome.unmeasured if isinstance(outcome, JoinedVerdict) else "memory ran out in the attempt"
-    return JoinedVerdict(unmeasured=why)
+    if isinstance(outcome, JoinedVerdict) and outcome.fails:
+        # A step that knows how many samples there are, by labels of its own say, works on all of them alone.
+        outcome = attempt(partial(run, range(window.num_samples)))
+    for chosen, sizes in failed_on:
+        if isinstance(outcome, JoinedVerdict) and outcome.passed and len(sizes) > 1:
+            again = attempt(partial(run, chosen, sizes=sizes))
+            if isinstance(again, RanOut) or again.layout is None or again.error > outcome.error:
+                outcome = again
+    if isinstance(outcome, RanOut):
+        return JoinedVerdict(unmeasured="memory ran out in the attempt")
+    if outcome.passed and not outcome.num_calls:
+        return JoinedVerdict(unmeasured="no call of a module can be split")
+    return outcome
 
 
 def _measured(
@@ -130,9 +134,11 @@ def _measured(
     window: Window,
     layout: Layout,
     chosen: Sequence[int],
+    *,
     how: dict[str, Any],
     sizes: tuple[int, ...] | None = None,
-) -> JoinedVerdict | RanOut:
+) -> JoinedVerdict:
+    """Measure these samples, in micro-batches of these sizes; None: of sizes that differ."""
     try:
         with _JoinedMeasurement(job, window, chosen, **how) as measurement:
             return measurement.measured(layout, sizes or sizes_of(len(chosen)), is_known=sizes is not None)
@@ -141,7 +147,8 @@ def _measured(
     except ZeroGradientError:
         return JoinedVerdict(unmeasured="the gradient of a few samples is 0")
     except (UnalignedError, UnsettledError) as error:
-        return JoinedVerdict(unmeasured=f"what {error} draws for a few samples cannot be found among what it draws for all")
+        why = f"what {error} draws for a few samples cannot be found among what it draws for all"
+        return JoinedVerdict(unmeasured=why)
     except Exception as error:
         if is_out_of_memory(error):
             raise

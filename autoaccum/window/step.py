@@ -120,6 +120,7 @@ class Step:
         self._examiner = examiner
         self._joiner = joiner
         self._accumulate = accumulate
+        self._short_of = 0  # the window that has no memory to remember how it began
         self._due = False  # whether this joined window is to be measured
         self._reason = "accumulate='joined' was passed"  # why windows are joined
         examiner.joins = joiner is not None and accumulate == "auto"
@@ -313,7 +314,7 @@ class Step:
             is_looked_at, self.transaction.forward = False, self.transaction.plain_forward
         if self._is_joined and self._joiner is not None:
             self._due = self._joiner.is_due(self.transaction.snapshot.modes(), number)
-            if self._due:
+            if self._due and self._short_of != number:
                 self._examiner.remember(number)
         if is_looked_at and (group is None or group.is_first):  # who looks for all of them
             way = self.saving.name, self.tuner.largest
@@ -625,6 +626,7 @@ class Step:
         # No window is to do without memory for its measurement's sake, nor be cut smaller than those before it.
         has_settled = self.number > 0 and not self.tuner.search.is_on
         if (has_settled or piece.size <= smallest) and self._examiner.let_go():
+            self._short_of = self.number + 1
             return pieces.again()
         # A rung that has done before is gone back to at once: it may be had now, and what is waited for may not come.
         waits = piece.size <= smallest and not self.saving.has_risen

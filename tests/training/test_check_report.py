@@ -30,7 +30,7 @@ class TestReport:
             passed=True, hypothesis="items", error=3e-17, tolerance=1e-9, tensor="6", samples=6,
             cuts=(CheckedCut(sizes=(1, 2, 3), error=3e-17), CheckedCut(sizes=(2, 4), error=0.0)),
             hypotheses={"items": 3e-17, "sum": 0.5}, tensors={str(n): n * 5e-18 for n in range(6, -1, -1)},
-            notice=None, seconds=0.012,
+            accumulate="weighted", reason=None, held=None, notice=None, seconds=0.012,
         )  # fmt: skip
         assert str(report) == (
             "EXACT: split batches have the gradient of the full batch\n\n"
@@ -52,6 +52,7 @@ class TestReport:
             "  and 2 more, with smaller errors"
         )
 
+    @pytest.mark.weighted
     def test_of_a_failure_it_begins_with_what_to_do(self) -> None:
         report = check(nn.Sequential(nn.Linear(8, 4), nn.BatchNorm1d(4), nn.Linear(4, 3)).double())
         lines = str(report).splitlines()
@@ -60,6 +61,16 @@ class TestReport:
         assert any(line.startswith("  cure         Pass batch_norm='ghost:32'") for line in lines)
         assert any(line.endswith("not exact") and "2 + 4" in line for line in lines)
         assert all(len(line) <= 100 for line in lines)
+
+    def test_of_joined_micro_batches_it_says_why_and_what_they_hold(self) -> None:
+        report = check(nn.Sequential(nn.Linear(8, 4), nn.BatchNorm1d(4), nn.Linear(4, 3)).double())
+        assert (report.passed, report.accumulate, report.hypothesis) == (True, "joined", None)
+        lines = str(report).splitlines()
+        assert lines[0].startswith("EXACT: ")
+        assert lines[2].startswith("  joined       the loss is computed once")
+        assert lines[3].startswith("  reason       The model holds 1 BatchNorm")
+        assert report.held is not None
+        assert report.held > 0
 
     @pytest.mark.parametrize(
         ("error", "text"),
@@ -80,7 +91,8 @@ class TestReport:
         names = [of_terms({"0": "items", "words": "samples"}), of_terms({"0": "samples", "words": "items"}), "sum"]
         report = CheckReport(
             passed=True, hypothesis=names[0], error=0.0, tolerance=1e-9, tensor=None, samples=6, cuts=(),
-            hypotheses=dict.fromkeys(names, 0.0), tensors={}, notice=None, seconds=0.012,
+            hypotheses=dict.fromkeys(names, 0.0), tensors={}, accumulate="weighted", reason=None, held=None, notice=None,
+            seconds=0.012,
         )  # fmt: skip
         assert str(report).splitlines()[-3:] == [
             "  term 1: mean over its items; words: mean over samples         0",

@@ -421,6 +421,7 @@ def test_what_came_after_the_checkpoint_is_done_again(every: int | str, tmp_path
         assert_same(fit(**make(), run_dir=place, checkpoint_every=every), whole)
 
 
+@pytest.mark.weighted
 @pytest.mark.device
 def test_several_stops_in_one_history(tmp_path: Path) -> None:
     result = stopped_after_each_window(TRAINED["milestones"], tmp_path)
@@ -438,6 +439,7 @@ def penalised(model: nn.Module, batch: Any) -> torch.Tensor:
     )
 
 
+@pytest.mark.weighted
 def test_what_was_announced_is_not_announced_again(tmp_path: Path) -> None:
     def squared(model: Any, batch: Any) -> torch.Tensor:
         return cross_entropy(model(batch[0]), batch[1]).square()
@@ -597,11 +599,11 @@ NOT_KEPT = {
     "Contest.windows": "the same",
     "Step._piece": "what runs at this moment",
     "Step._is_timed": "of the window that runs",
-    "Transaction._is_foretold": "of the window that runs",
+    "JoinableTransaction._is_foretold": "of the window that runs",
     "Seeds._seeds": "a cache of constants",
     "History._fitted": "made again of the trials",
     "Trainer._wish": "why the first process ended",
-    "Transaction.own_sizes": "of the window that runs",
+    "JoinableTransaction.own_sizes": "of the window that runs",
     "Step.examining_seconds": "of the window that runs",
     "Examiner._number": "of the window that runs",
     "Examiner._checked_in": "of the window that runs",
@@ -622,8 +624,8 @@ NOT_KEPT = {
     "Fastest.checks": "goes with it",
     "Fastest._rises": "goes with it",
     # What only makes a run fast, or is read anew.
-    "Transaction.scaler": "has a state_dict of its own, which is kept",
-    "Transaction._nodes": "of the window that runs",
+    "JoinableTransaction.scaler": "has a state_dict of its own, which is kept",
+    "JoinableTransaction._nodes": "of the window that runs",
     "Examiner._way": "of the window that runs",
     "Examiner._short_way": "another process may have the memory that this one has not",
     "Examiner._short_bytes": "likewise",
@@ -632,12 +634,12 @@ NOT_KEPT = {
     "Step._was_examined": "of the window that runs",
     "Kinds._facts": "of the window that runs",
     "Kinds._shapes": "of the window that runs",
-    "Transaction._tally": "of the window that runs",
-    "Transaction._num_samples": "of the window that runs",
-    "Transaction._sizes": "of the window that runs",
-    "Transaction._losses": "of the window that runs",
-    "Transaction._reductions": "of the window that runs",
-    "Transaction._norms": "of the window that runs",
+    "JoinableTransaction._tally": "of the window that runs",
+    "JoinableTransaction._num_samples": "of the window that runs",
+    "JoinableTransaction._sizes": "of the window that runs",
+    "JoinableTransaction._losses": "of the window that runs",
+    "JoinableTransaction._reductions": "of the window that runs",
+    "JoinableTransaction._norms": "of the window that runs",
     "Tally._num_samples": "of the window that runs",
     "Tally._counts": "of the window that runs",
     "Tally._guess": "of the window that runs",

@@ -1,0 +1,164 @@
+"""When windows are joined, and when they are not any more."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.functional import cross_entropy
+
+import autoaccum
+from autoaccum.errors import AutoaccumWarning, ConflictingArgumentsError, NotExactError
+from autoaccum.events import Joined, Notice, Verified
+from autoaccum.testing import simulated_memory
+from tests.models import classes, mlp
+
+pytestmark = [pytest.mark.measured, pytest.mark.joined]
+
+
+def meeting(outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    return cross_entropy(outputs, targets) + (outputs @ outputs.T).logsumexp(1).square().mean()
+
+
+def trained(loss: Any = meeting, model: nn.Module | None = None, **options: Any) -> autoaccum.FitResult:
+    options = {"effective_batch": 12, "micro_batch": 4, "steps": 3, **options}
+    return autoaccum.fit(
+        model or mlp(), classes(36), loss_fn=loss, device="cpu", cache=False, progress=False, shuffle=False, **options
+    )
+
+
+def joined(result: autoaccum.FitResult) -> list[Joined]:
+    return [event for event in result.events if isinstance(event, Joined)]
+
+
+def test_a_loss_that_is_a_mean_stays_weighted() -> None:
+    result = trained(cross_entropy)
+    assert not joined(result)
+    assert [event for event in result.events if isinstance(event, Verified)]
+
+
+def test_a_loss_whose_samples_meet_is_joined_from_the_first_step_on_and_nothing_is_announced() -> None:
+    result = trained()
+    (event,) = joined(result)
+    assert event.passed
+    assert event.step == 1
+    assert event.held < 1
+    assert "samples of a batch meet" in event.reason
+    assert not [one for one in result.events if isinstance(one, Notice)]
+    assert [report.micro_batches for report in result.history] == [(4, 4, 4)] * 3
+    whole = trained(micro_batch=12)
+    for report, other in zip(result.history, whole.history, strict=True):
+        assert report.loss == pytest.approx(other.loss, rel=1e-5)
+
+
+def test_it_can_be_forbidden() -> None:
+    with pytest.warns(AutoaccumWarning, match="samples of a batch meet"):
+        assert not joined(trained(accumulate="weighted"))
+
+
+def test_it_can_be_asked_for() -> None:
+    (event,) = joined(trained(cross_entropy, accumulate="joined"))
+    assert event.reason == "accumulate='joined' was passed"
+
+
+def test_strict_runs_are_joined_where_that_is_exact() -> None:
+    assert joined(trained(strict=True))
+
+
+def test_what_cannot_be_joined_is_announced_and_ends_strict_runs() -> None:
+    calls = {"number": 0}
+
+    class Counted(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = mlp()
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            calls["number"] += 1  # which nothing can put back, for a closure of a module's is not looked at
+            return self.inner(x) * (1 + calls["number"] % 3)
+
+    with pytest.warns(AutoaccumWarning, match="gradient"):
+        assert not joined(trained(model=Counted()))
+    with pytest.raises(NotExactError):
+        trained(model=Counted(), strict=True)
+
+
+def test_a_step_that_fails_on_a_micro_batch_is_joined() -> None:
+    targets = torch.arange(12) % 3
+    (event,) = joined(trained(lambda outputs, _: cross_entropy(outputs, targets)))
+    assert event.reason.startswith("The step fails on a micro-batch (ValueError")
+
+
+def test_a_step_that_fails_on_everything_raises_its_own_error() -> None:
+    def broken(outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        raise KeyError("mine")
+
+    with pytest.raises(KeyError, match="mine"):
+        trained(broken)
+
+
+@pytest.mark.parametrize(
+    "options", [{"noise_scale": True}, {"batch_norm": "window"}, {"state": "window"}]
+)
+def test_what_it_cannot_be_combined_with_is_refused(options: dict[str, Any]) -> None:
+    with pytest.raises(ConflictingArgumentsError, match="accumulate"):
+        trained(accumulate="joined", **options)
+
+
+def test_a_head_that_joins_in_later_is_measured_before_it_is_split() -> None:
+    """Its BatchNorm would see micro-batches, were it split like what was measured."""
+
+    class Late(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            torch.manual_seed(0)
+            self.body, self.steps = nn.Linear(4, 6), 0
+            self.head = nn.Sequential(nn.Linear(6, 5), nn.BatchNorm1d(5), nn.Linear(5, 2))
+
+    def step(model: Any, batch: Any) -> torch.Tensor:
+        hidden = model.body(batch)
+        loss = (hidden @ hidden.T).logsumexp(1).square().mean()
+        return loss + (model.head(hidden).tanh() @ torch.ones(2)).exp().mean().log() if model.is_late else loss
+
+    losses = []
+    for options in ({"micro_batch": 8}, {"micro_batch": 3, "accumulate": "joined"}):
+        model: Any = Late()
+        model.is_late = False
+        accumulator = autoaccum.Accumulator(
+            model, torch.optim.SGD(model.parameters(), 0.1), training_step=step, **options  # type: ignore[arg-type]
+        )
+        torch.manual_seed(1)
+        found = []
+        for number in range(5):
+            model.is_late = number > 2
+            found.append(float(accumulator.step(torch.randn(8, 4))))
+        losses.append((found, model.head[1].running_mean.clone(), int(model.head[1].num_batches_tracked)))
+    assert losses[1][0] == pytest.approx(losses[0][0], rel=1e-4)
+    torch.testing.assert_close(losses[1][1], losses[0][1], rtol=1e-4, atol=1e-6)
+    assert losses[1][2] == losses[0][2] == 2
+
+
+def wide() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(5, 50), nn.Tanh(), nn.Linear(50, 50), nn.Tanh(), nn.Linear(50, 4000))
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_outputs_that_do_not_fit_send_a_run_back_to_weights() -> None:
+    """1,024 rows of 4,000 numbers take 16 MB; a micro-batch of one takes little more than the gradient, 0.8 MB."""
+    data = (torch.randn(1024, 5),)
+
+    def step(model: nn.Module, batch: Any) -> torch.Tensor:
+        outputs = model(batch[0])
+        return outputs.mean(0).square().sum() + outputs.square().mean()
+
+    with simulated_memory("9MB"):
+        result = autoaccum.fit(
+            wide(), data, effective_batch=1024, training_step=step, steps=2, optimizer=torch.optim.SGD, device="cpu",
+            cache=False, progress=False, patience=0,
+        )  # fmt: skip
+    said = [event.cause for event in result.events if isinstance(event, Notice)]
+    assert any("which does not fit" in cause for cause in said)
+    assert result.num_steps == 2
