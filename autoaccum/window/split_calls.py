@@ -491,6 +491,7 @@ class Call:
 
     def _keep_for_later(self, moving: list[torch.Tensor]) -> None:
         """Keep what a micro-batch needs to run again, and note how it can be seen whether it was changed since."""
+        self.flags = [(one, one.requires_grad) for one in moving if one.is_leaf]
         self._values: list[tuple[torch.Tensor, torch.Tensor]] = []
         if self.split.layout.is_copied(self.module):
             self._values = [(one, one.detach().clone()) for one in moving]
@@ -683,6 +684,9 @@ class _AsItWas:
         if call.attributes.have_changed():
             self._now = Attributes(call.objects)
             call.attributes.restore()
+        self._flags = [(one, one.requires_grad) for one, flag in call.flags if one.requires_grad is not flag]
+        for one, flag in self._flags:
+            one.requires_grad_(not flag)
         with torch.no_grad():
             for one, value in call._values:
                 self._values.append((one, one.detach().clone()))
@@ -692,6 +696,8 @@ class _AsItWas:
         with torch.no_grad():
             for one, value in self._values:
                 one.data.copy_(value)
+        for one, flag in self._flags:
+            one.requires_grad_(flag)
         self._call.put_back_held()
         if self._now is not None:
             self._now.restore()
