@@ -397,8 +397,7 @@ def make_step(
         limit=limit,
         patience=patience,
         emit=emit,
-        # What is not measured is not known to be wrong.
-        joiner=Joiner(job) if why is None and (verify or accumulate == "joined") else None,
+        joiner=Joiner(job) if why is None else None,
         accumulate=accumulate,
     )
 

@@ -84,7 +84,8 @@ class Examiner:
         self._job = job
         self._transaction = transaction
         self._measure_window = measure
-        self._verify = verify
+        self.verifies = verify
+        """Whether anything is measured."""
         self._strict = strict
         self._parameters = transaction.trained()
         self.joins = False
@@ -139,7 +140,7 @@ class Examiner:
         is_due = self._occasions.is_foreseen(number) and number != self._remembered_of
         # Where it had to be let go of once it would have to be again: that is a replay for each window.
         may_fit = spare_bytes is None or self._short_bytes <= spare_bytes
-        self._is_to_remember = self._verify and is_due and may_fit and (way is None or way != self._short_way)
+        self._is_to_remember = self.verifies and is_due and may_fit and (way is None or way != self._short_way)
         if self._is_to_remember and not self.is_checked:
             self._remember()
         # The transaction knows nothing of being examined: this is put around its forward from outside.
@@ -195,7 +196,7 @@ class Examiner:
         # Of a whole window too: gradients that a loss changes are wrong however the window is cut.
         before = SideEffects(self._parameters) if self._is_first else None
         versions = [p._version for p in self._parameters]
-        if is_part and self._verify:
+        if is_part and self.verifies:
             self._kinds.look_at(batch)
         run = partial(self._transaction.plain_forward, batch, num_samples, window_samples)
         loss = run() if before is None else before.refuse_in(run)
@@ -254,7 +255,7 @@ class Examiner:
         if number >= self._transaction.signs.next_look and self._is_spoilt(gradient):
             self._transaction.drops_gradients = True
             return Examination(again=True)
-        if self._verify and not gradient.items and self._is_due_empty():
+        if self.verifies and not gradient.items and self._is_due_empty():
             self._measure_empty(window, number, most, said, aside)
         if gradient.conclusion is not None:
             if self._is_first:
@@ -267,7 +268,7 @@ class Examiner:
                 self._is_first = False
             before, drops = self._transaction.hypothesis, self._transaction.drops_nan
             reason = None
-            if self._verify:
+            if self.verifies:
                 is_surprising = self._is_surprising(gradient, number)
                 reason = self._occasions.reason(window.num_samples, number, is_surprising=is_surprising)
             joins = reason == "whole" or (
@@ -303,7 +304,7 @@ class Examiner:
             is_weighed_otherwise = is_weighed_otherwise or readings.is_counted_otherwise(gradient, told)
             is_weighed_otherwise |= hides_items or bool(gradient.dropped and drops and not self._transaction.drops_nan)
             # What each micro-batch counts was found by the hypothesis that is held. Nothing is given back for nothing.
-            is_passed = self._occasions.status == "passed" and self._verify and not is_weighed_otherwise
+            is_passed = self._occasions.status == "passed" and self.verifies and not is_weighed_otherwise
             here = gradient.of_first_samples(window.num_samples)
             is_larger = max(here.sizes, default=0) > self._kinds.largest_joined
             if is_passed and here.sizes and (joins or is_larger):
@@ -608,7 +609,7 @@ class Examiner:
             "verified": {
                 "hypothesis": transaction.hypothesis,
                 # Of a run that measures nothing it says nothing.
-                "drops": (transaction.drops_nan or not self._verify, transaction.drops_gradients),
+                "drops": (transaction.drops_nan or not self.verifies, transaction.drops_gradients),
                 "signs": transaction.signs.state_dict(),
                 "occasions": self._occasions.state_dict(),
                 "rivals": sorted(self._rivals),
@@ -626,10 +627,10 @@ class Examiner:
         transaction = self._transaction
         transaction.hypothesis = measured["hypothesis"]
         drops_nan, transaction.drops_gradients = measured["drops"]
-        transaction.drops_nan = self._verify and drops_nan
+        transaction.drops_nan = self.verifies and drops_nan
         transaction.signs.load_state_dict(measured["signs"])
         self._occasions.load_state_dict(measured["occasions"])
-        transaction.signs.watches_least = self._verify and self._occasions.status != "failed"
+        transaction.signs.watches_least = self.verifies and self._occasions.status != "failed"
         self._tell_signs()
         self._rivals = frozenset(measured["rivals"])
         self._kinds.load_state_dict(measured["kinds"])

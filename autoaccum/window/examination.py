@@ -43,6 +43,8 @@ class Examiner(Protocol):
     is_checked: bool
     """Whether a first window had a finite loss."""
 
+    verifies: bool
+    """Whether anything is measured."""
     joins: bool
     """Whether windows may be joined instead: then what is not exact is withheld until that was tried."""
     withheld: list[tuple[Notice, float | None]]

@@ -123,7 +123,8 @@ class Step:
         self._short_of = 0  # the window that has no memory to remember how it began
         self._due = False  # whether this joined window is to be measured
         self._reason = "accumulate='joined' was passed"  # why windows are joined
-        examiner.joins = joiner is not None and accumulate == "auto"
+        # What is not measured is not known to be wrong.
+        examiner.joins = joiner is not None and accumulate == "auto" and examiner.verifies
         self._stepper = Stepper(job.optimizer, memory, emit)
         self.strays = self._stepper.strays
         self.strays.windows.add(transaction)
