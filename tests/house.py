@@ -279,8 +279,6 @@ BOUNDS: dict[str, float] = {
     "entries that are no room": 0,
     "floors": 13,
     "modules in a circle": 0,
-    "longest body": 80,
-    "widest signature": 15,
     "fragments per 100 docstrings": 10,
 }
 """What each figure is held to, at most."""

@@ -163,11 +163,12 @@ class Told:
     """An examiner that says what it is told to say of a window."""
 
     is_checked = True
-    has_failed = False
+    has_failed = joins = verifies = False
 
     def __init__(self, *found: Any) -> None:
         self.found = list(found)
         self.seen: list[tuple[int, tuple[int, ...], int]] = []
+        self.withheld: list[Any] = []
 
     def begin_attempt(self, number: int, announce: Any, way: object, spare_bytes: int | None) -> None:
         """Do nothing."""
