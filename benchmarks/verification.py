@@ -8,8 +8,8 @@ parameters, buffers and state. A window is *exact* (within 1e-6), *said* (not ex
 *silently wrong* (not exact, and nothing was said), a *false alarm* (a notice in a run all of whose windows are exact),
 *said of state* (the like, but buffers do differ after it), a *raw error* (no error of autoaccum's) or *refused* (one of
 autoaccum's). Which cases can be cut is never stated, only measured; but for forwards that draw random numbers, where it
-is: samples that do not meet are independent, and joined windows count as their run has measured them. Cases with a collate_fn are trained by fit, but for the plan that memory
-decides.
+is: samples that do not meet are independent, and joined windows count as their run has measured them. Cases with a
+collate_fn are trained by fit, but for the plan that memory decides.
 
 The exit status is 1 if more than 0.5 % are silently wrong, more than 1 % false alarms, or there is a raw error.
 The whole takes about five minutes on one core. With --write the table goes to benchmarks/results/verification.md.

@@ -37,6 +37,6 @@ def nothing_joined() -> Iterator[None]:
         chosen = options.get("accumulate", "auto")
         original(self, *args, **{**options, "accumulate": "weighted" if chosen == "auto" else chosen})
 
-    never = mock.patch("autoaccum.training.checking.why_not_joined", lambda *_, **__: ("", ""))
+    never = mock.patch("autoaccum.training.checking.why_not_joined", return_value=("", ""))
     with mock.patch.object(Step, "__init__", made), never:
         yield

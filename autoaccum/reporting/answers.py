@@ -150,9 +150,7 @@ def _verified(run: Run) -> Answer:
     """Say by how much the gradients of split batches differed from those of full ones."""
     question = "Are the gradients exact?"
     measured, joined = run.events["Verified"], run.events["Joined"]
-    errors, allowed, steps = (
-        np.concatenate([measured[name], joined[name]]) for name in ("error", "tolerance", "step")
-    )
+    errors, allowed, steps = (np.concatenate([measured[name], joined[name]]) for name in ("error", "tolerance", "step"))
     is_wrong = re.compile(r"(gradient|micro-batches)\b.*(%|wrong\)) off\b").search
     wrong = [f"{cause}." for cause in run.events["Notice"]["cause"] if is_wrong(cause)]
     if (run.windows["accumulation_steps"] == 1).all():

@@ -268,7 +268,9 @@ def _measurements(run: Run) -> str:
         cells = [escaped(cell) for cell in (_by(hypothesis), off, tensor or "", f"{samples} samples split {shown}")]
         rows.append([number_cell(int(step)), *cells])
     joined = run.events["Joined"]
-    for step, error, tolerance, tensor, samples in dict.fromkeys(zip(*(joined[field] for field in _JOINED), strict=True)):
+    for step, error, tolerance, tensor, samples in dict.fromkeys(
+        zip(*(joined[field] for field in _JOINED), strict=True)
+    ):
         off = f"{error:.1e} ({tolerance:.0e} allowed)"
         cells = [escaped(cell) for cell in ("joined", off, tensor or "", f"{samples} samples")]
         rows.append([number_cell(int(step)), *cells])

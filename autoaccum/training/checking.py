@@ -41,8 +41,8 @@ from autoaccum.verification import notices
 from autoaccum.verification.comparison import tolerance_of
 from autoaccum.verification.decision import in_order
 from autoaccum.verification.draws import UnalignedError, UnsettledError
-from autoaccum.verification.joining import measure_joined
 from autoaccum.verification.findings import FOREIGN, Cut, Decision, Outcome, Verdict, ZeroGradientError
+from autoaccum.verification.joining import measure_joined
 from autoaccum.verification.measurement import Measurement
 from autoaccum.verification.samples import MOST, choose, cuts_of
 from autoaccum.verification.side_effects import SideEffects
@@ -52,8 +52,8 @@ from autoaccum.window.before import SharedStretch, before_window_of, counting, l
 from autoaccum.window.job import Job
 from autoaccum.window.joined import why_not_joined
 from autoaccum.window.modules import into_training
-from autoaccum.window.optimizers import trainable_parameters
 from autoaccum.window.notices import not_joined, not_measured_joined
+from autoaccum.window.optimizers import trainable_parameters
 from autoaccum.window.raised import tell_micro_batch
 from autoaccum.window.split_calls import Layout
 from autoaccum.window.state import State

@@ -137,6 +137,5 @@ class Verdict:
     def failing(self, decision: Decision) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
         """Return for each cut of a decision the positions of its samples in their order, and the sizes of its parts."""
         return [
-            (tuple(self.chosen[index] for part in cut for index in part), tuple(map(len, cut)))
-            for cut in decision.cuts
+            (tuple(self.chosen[index] for part in cut for index in part), tuple(map(len, cut))) for cut in decision.cuts
         ]

@@ -1,4 +1,4 @@
-"""Measures whether windows whose calls are split have the gradient of whole ones, and which modules are opened for it."""
+"""Measures whether joined windows have the gradient of whole ones, and which modules are opened for it."""
 
 from __future__ import annotations
 
@@ -140,8 +140,9 @@ def _measured(
 ) -> JoinedVerdict:
     """Measure these samples, in micro-batches of these sizes; None: of sizes that differ."""
     try:
-        with _JoinedMeasurement(job, window, chosen, **how) as measurement:
-            return measurement.measured(layout, sizes or sizes_of(len(chosen)), is_known=sizes is not None)
+        joined = _JoinedMeasurement(job, window, chosen, **how)
+        with joined:
+            return joined.measured(layout, sizes or sizes_of(len(chosen)), is_known=sizes is not None)
     except NotFiniteError:
         return JoinedVerdict(unmeasured="the loss of a few samples is not finite")
     except ZeroGradientError:
@@ -193,7 +194,15 @@ class Joiner:
         return self._rounds < self._ROUNDS or modes != self._modes or is_round or is_surprising
 
     def measure(
-        self, window: Window, layout: Layout | None, modes: list[bool], *, number: int, reason: str, most: int, **how: Any
+        self,
+        window: Window,
+        layout: Layout | None,
+        modes: list[bool],
+        *,
+        number: int,
+        reason: str,
+        most: int,
+        **how: Any,
     ) -> tuple[Layout | None, Joined | None, str]:
         """Measure a window.
 

@@ -34,7 +34,7 @@ class RowsOfDraws(Replaying):  # type: ignore[no-untyped-call]
         super().__init__(recorded, range(num_samples), num_samples, keeps_wide=keeps_wide)
         self._recorded_draws = list(recorded.draws)
         self._next = 0
-        self._draws = self  # type: ignore[assignment]
+        self._draws = self
         self.num_shared = 0
         """Draws that a micro-batch was given which are those of all samples together."""
 
@@ -287,7 +287,9 @@ def _refuse_other_graphs(call: Call, again: Again, start: int) -> None:
     """Refuse a call whose graph leads to what is neither its input nor held by its module."""
     own = {id(one) for one in (*again.inputs, *again.held)}
     seen: set[Any] = set()
-    waiting = [one.grad_fn for one in again.outputs if isinstance(one, torch.Tensor) and one.grad_fn is not None]
+    waiting: list[Any] = [
+        one.grad_fn for one in again.outputs if isinstance(one, torch.Tensor) and one.grad_fn is not None
+    ]
     while waiting:
         node = waiting.pop()
         if node is None or node in seen:
@@ -309,7 +311,9 @@ class _Token:
 def _refuse_what_stays(call: Call, again: Again) -> None:
     """Refuse a call that leaves a tensor with a graph behind; the micro-batch's outputs are let go of."""
     tokens, seen = [], set()
-    waiting = [one.grad_fn for one in again.outputs if isinstance(one, torch.Tensor) and one.grad_fn is not None]
+    waiting: list[Any] = [
+        one.grad_fn for one in again.outputs if isinstance(one, torch.Tensor) and one.grad_fn is not None
+    ]
     while waiting:
         node = waiting.pop()
         if node is None or node in seen or type(node).__name__ == "AccumulateGrad":

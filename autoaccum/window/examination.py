@@ -101,7 +101,15 @@ class Joiner(Protocol):
         """Return whether a joined window is to be measured."""
 
     def measure(
-        self, window: Window, layout: Layout | None, modes: list[bool], *, number: int, reason: str, most: int, **how: Any
+        self,
+        window: Window,
+        layout: Layout | None,
+        modes: list[bool],
+        *,
+        number: int,
+        reason: str,
+        most: int,
+        **how: Any,
     ) -> tuple[Layout | None, Joined | None, str]:
         """Measure a window; return how modules are split, what was measured, or why nothing was."""
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from contextlib import nullcontext
 from dataclasses import replace
+from typing import Any
+
 import torch
 
 from autoaccum.memory.oom import is_out_of_memory
@@ -46,12 +48,12 @@ class JoinableTransaction(Transaction):
         try:
             loss = self.plain_forward(batch, piece.size, self._num_samples)
             if loss.requires_grad:
-                loss.backward()
+                loss.backward()  # type: ignore[no-untyped-call]
         except Exception as error:  # of a step that wants the whole window: what it took until then is measured
             if is_out_of_memory(error):
                 raise
         finally:
-            loss = self._computed = None
+            self._computed = None
             self._gradients.drop()
             before.restore()
 
@@ -78,8 +80,8 @@ class JoinableTransaction(Transaction):
 
     def _run_joined(self, layout: Layout, sizes: tuple[int, ...]) -> NotRowsError | MovedError | None:
         """Run the window; return what has refused to be split."""
-        compiled = self._job.model
-        bare = getattr(compiled, "_orig_mod", compiled)
+        compiled: Any = self._job.model
+        bare: Any = getattr(compiled, "_orig_mod", compiled)
         is_eager = compiled is not bare and layout.is_opened(bare)
         split = SplitCalls(
             layout, sizes, self._job.device,

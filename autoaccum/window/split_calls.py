@@ -6,8 +6,8 @@
         loss = step(model, whole_window)    # each outermost call of a module runs by rows, and keeps no graph
         loss.backward()                     # each micro-batch runs again, with a graph, one at a time
 
-A call returns the joined outputs of its micro-batches. When backward arrives at it with the gradient of these outputs, it
-runs each micro-batch again and goes back through it: gradient checkpointing by rows instead of by layers (Tianqi Chen
+A call returns the joined outputs of its micro-batches. When backward arrives at it with the gradient of these, it runs
+each micro-batch again and goes back through it: gradient checkpointing by rows instead of by layers (Tianqi Chen
 et al. 2016, https://arxiv.org/abs/1604.06174), which GradCache does for one encoder and one loss (Luyu Gao et al. 2021,
 https://arxiv.org/abs/2101.06983). The last micro-batch keeps its graph and does not run again.
 
@@ -281,7 +281,7 @@ class SplitCalls:
 
         vars(target)["forward"] = split
         try:
-            return target._call_impl(*args, **kwargs)
+            return target._call_impl(*args, **kwargs)  # type: ignore[no-untyped-call]
         finally:
             put_back()
 
@@ -390,6 +390,8 @@ class Call:
         self.random: list[Any] = []
         self.place = None if split.draws is None else split.draws.at()
         self.kept: dict[int, Again] = {}
+        self.needs_grad: list[bool] = []  # of each output
+        self.needs_input_grad: list[bool] = []
 
     def run(self) -> Any:
         """Run the call by rows; return what it returns for the whole window."""

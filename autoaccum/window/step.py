@@ -47,7 +47,6 @@ from autoaccum.window.split_calls import Layout
 from autoaccum.window.stepping import Stepper, WithoutClosureError
 from autoaccum.window.transaction import Transaction
 
-
 Accumulate = Literal["auto", "weighted", "joined"]
 """By which rule micro-batches make the gradient."""
 
@@ -511,26 +510,22 @@ class Step:
         self.transaction.join(layout)
         self._emit(found)
 
-    def _measured_joined(
-        self, window: Window, layout: Layout | None, room: int
-    ) -> tuple[Layout | None, Joined | None]:
+    def _measured_joined(self, window: Window, layout: Layout | None, room: int) -> tuple[Layout | None, Joined | None]:
         assert self._joiner is not None
         number, how = self.number + 1, self._examiner.measured_by()
         with self.meter.aside():
             modes = self.transaction.snapshot.modes()
-            found = self._joiner.measure(
-                window, layout, modes, number=number, reason=self._reason, most=room, **how
-            )
+            found = self._joiner.measure(window, layout, modes, number=number, reason=self._reason, most=room, **how)
         self._why_not_joined = found[2]
         return found[0], found[1]
 
     def _looked_at(self, window: Window, gradient: Gradient) -> Gradient | Repeat:
         """Measure a joined window, where one is due; return it, or that it is run again, for it was not exact."""
         transaction = self.transaction
-        assert self._joiner is not None and isinstance(transaction, JoinableTransaction)
+        assert isinstance(transaction, JoinableTransaction)
+        assert transaction.layout is not None
         if not self._due:
             return gradient
-        assert transaction.layout is not None
         before = transaction.layout.state_dict()
         room = self.tuner.room_at_once(
             max(gradient.sizes), self.meter.peak(), is_enforced=self.limit.is_enforced, is_given=self._is_given

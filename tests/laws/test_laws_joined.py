@@ -365,9 +365,7 @@ def a_method_that_is_no_call() -> tuple[nn.Module, Step]:
 def stepped(model: nn.Module, step: Step, batches: list[Any], **options: Any) -> tuple[list[Any], list[Any]]:
     optimizer = Recorder(model.parameters(), 0.05)
     events: list[Any] = []
-    accumulator = autoaccum.Accumulator(
-        model, optimizer, training_step=step, callbacks=[events.append], **options
-    )
+    accumulator = autoaccum.Accumulator(model, optimizer, training_step=step, callbacks=[events.append], **options)
     found = []
     for batch in batches:
         loss = accumulator.step(batch)

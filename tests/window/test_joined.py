@@ -99,9 +99,7 @@ def test_a_step_that_fails_on_everything_raises_its_own_error() -> None:
         trained(broken)
 
 
-@pytest.mark.parametrize(
-    "options", [{"noise_scale": True}, {"batch_norm": "window"}, {"state": "window"}]
-)
+@pytest.mark.parametrize("options", [{"noise_scale": True}, {"batch_norm": "window"}, {"state": "window"}])
 def test_what_it_cannot_be_combined_with_is_refused(options: dict[str, Any]) -> None:
     with pytest.raises(ConflictingArgumentsError, match="accumulate"):
         trained(accumulate="joined", **options)
@@ -127,7 +125,10 @@ def test_a_head_that_joins_in_later_is_measured_before_it_is_split() -> None:
         model: Any = Late()
         model.is_late = False
         accumulator = autoaccum.Accumulator(
-            model, torch.optim.SGD(model.parameters(), 0.1), training_step=step, **options  # type: ignore[arg-type]
+            model,
+            torch.optim.SGD(model.parameters(), 0.1),
+            training_step=step,
+            **options,  # type: ignore[arg-type]
         )
         torch.manual_seed(1)
         found = []

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from typing import Any
 
 import pytest
@@ -75,7 +76,7 @@ def test_nothing_is_left_on_modules() -> None:
     before = {name: dict(vars(part)) for name, part in model.named_modules()}
     with SplitCalls(Layout([model]), (4, 4), CPU):
         model(inputs())
-    with pytest.raises(ZeroDivisionError), SplitCalls(Layout([model]), (4, 4), CPU):
+    with contextlib.suppress(ZeroDivisionError), SplitCalls(Layout([model]), (4, 4), CPU):
         model(inputs())
         raise ZeroDivisionError
     assert {name: dict(vars(part)) for name, part in model.named_modules()} == before
