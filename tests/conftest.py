@@ -177,28 +177,22 @@ UNMEASURED = (
 run does not measure its exactness. ``tests/laws/test_laws_verification.py`` has the same faults within a measurement."""
 
 
-WEIGHTED = (
-    "tests/laws/test_laws_batch_norm.py",
-    "tests/laws/test_laws_before_window.py",
-    "tests/laws/test_laws_forms.py",
-    "tests/laws/test_laws_kept_counts.py",
-    "tests/laws/test_laws_suspicious.py",
-    "tests/laws/test_laws_verification.py",
-    "tests/training/test_check_causes.py",
-    "tests/training/test_check_samples.py",
-    "tests/training/test_checking.py",
-    "tests/training/test_min_micro_batch.py",
-    "tests/training/test_mixture_of_experts.py",
-    "tests/training/test_single_samples.py",
-    "tests/verification/",
+JOINED = (
+    "tests/laws/test_laws_joined.py",
+    "tests/test_docs.py",
+    "tests/test_readme.py",
+    "tests/verification/test_joining.py",
+    "tests/verification/test_rows.py",
+    "tests/window/test_joined.py",
 )
-"""Tests of what weighted micro-batches are and say: in them nothing is joined instead, unless a test asks for it."""
+"""Tests whose runs join micro-batches where weighting them is not exact, as runs do by default. All others, but for tests
+marked ``joined``, are of weighted micro-batches: of what these are, and say where they are wrong."""
 
 
 def _join_nothing(items: list[pytest.Item]) -> None:
     for item in items:
         path = item.path.relative_to(item.config.rootpath).as_posix()
-        if (path.startswith(WEIGHTED) or "weighted" in item.keywords) and "joined" not in item.keywords:
+        if not path.startswith(JOINED) and "joined" not in item.keywords:
             item.fixturenames.insert(0, "unjoined")  # type: ignore[attr-defined]
 
 

@@ -52,7 +52,6 @@ class TestReport:
             "  and 2 more, with smaller errors"
         )
 
-    @pytest.mark.weighted
     def test_of_a_failure_it_begins_with_what_to_do(self) -> None:
         report = check(nn.Sequential(nn.Linear(8, 4), nn.BatchNorm1d(4), nn.Linear(4, 3)).double())
         lines = str(report).splitlines()
@@ -62,6 +61,7 @@ class TestReport:
         assert any(line.endswith("not exact") and "2 + 4" in line for line in lines)
         assert all(len(line) <= 100 for line in lines)
 
+    @pytest.mark.joined
     def test_of_joined_micro_batches_it_says_why_and_what_they_hold(self) -> None:
         report = check(nn.Sequential(nn.Linear(8, 4), nn.BatchNorm1d(4), nn.Linear(4, 3)).double())
         assert (report.passed, report.accumulate, report.hypothesis) == (True, "joined", None)
