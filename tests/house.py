@@ -292,11 +292,6 @@ def figures() -> list[Figure]:
         "entries that are no room": (len(strangers()), strangers()),
         "floors": (len(chain), [module.removeprefix("autoaccum.") for module in chain]),
         "modules in a circle": (len(circle()), circle()),
-        "longest body": (by_body()[0].body_lines, [f"{f.file}:{f.name} {f.body_lines}" for f in by_body()[:9]]),
-        "widest signature": (
-            by_parameters()[0].parameters,
-            [f"{f.file}:{f.name} {f.parameters}" for f in by_parameters()[:9]],
-        ),
         "fragments per 100 docstrings": (fragment_percent(), [f"{f.file}:{f.name}" for f in fragments()[:9]]),
     }
     return [

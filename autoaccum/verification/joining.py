@@ -108,9 +108,9 @@ def measure_joined(
     """
     how: dict[str, Any] = {"written": list(written), "rewind": rewind, "like": like}
     run = partial(_measured, job, window, layout, how=how)
-    counts = [count for count in _COUNTS if count <= min(window.num_samples, most)] or [2]
-    outcome: JoinedVerdict | RanOut = JoinedVerdict(unmeasured="there are not two samples")
-    for count in counts if window.num_samples > 1 else ():
+    counts = [count for count in _COUNTS if count <= min(window.num_samples, most)]
+    outcome: JoinedVerdict | RanOut = JoinedVerdict(unmeasured="there is no room for two samples at once")
+    for count in counts:
         outcome = attempt(partial(run, choose(window, window.num_samples, count)))
         if isinstance(outcome, JoinedVerdict):
             break
