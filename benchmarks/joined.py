@@ -2,9 +2,9 @@
 
     python benchmarks/joined.py [--rounds 30]
 
-All train the same model on the same batch with the same loss, a mean, so that weighting is exact as well. Steps take turns
-in one process; a figure is the median over the rounds, as a ratio to the hand-written loop of 8 micro-batches. Memory is
-the most that tensors take in one step, without parameters, gradients and the optimizer's state.
+All train the same model on the same batch with the same loss, a mean, so that weighting is exact as well. Steps take
+turns in one process; a figure is the median over the rounds, as a ratio to the hand-written loop of 8 micro-batches.
+Memory is the most that tensors take in one step, without parameters, gradients and the optimizer's state.
 """
 
 from __future__ import annotations
@@ -146,8 +146,8 @@ def main() -> None:
                  f"{share:.2f}"]
             )  # fmt: skip
     text = (
-        f"Medians of {rounds} steps that took turns, as ratios to the hand-written loop; the most that tensors take in a "
-        "step besides parameters and what is there before it, as a share of the full batch's. Joined steps compute one "
+        f"Medians of {rounds} steps that took turns, as ratios to the hand-written loop; the most that tensors take in "
+        "a step besides parameters and what is there before it, as a share of the full batch's. Joined steps compute one "
         "forward more than weighted ones, of all micro-batches but the last, and hold the model's outputs."
     )
     header = ["task", "way", "micro-batches", "a step", "time", "memory", "of the full batch"]
