@@ -147,8 +147,8 @@ def main() -> None:
             )  # fmt: skip
     text = (
         f"Medians of {rounds} steps that took turns, as ratios to the hand-written loop; the most that tensors take in "
-        "a step besides parameters and what is there before it, as a share of the full batch's. Joined steps compute one "
-        "forward more than weighted ones, of all micro-batches but the last, and hold the model's outputs."
+        "a step besides parameters and what is there before it, as a share of the full batch's. Joined steps compute "
+        "one forward more than weighted ones, of all micro-batches but the last, and hold the model's outputs."
     )
     header = ["task", "way", "micro-batches", "a step", "time", "memory", "of the full batch"]
     write_table("joined", text, header, rows, threads=1)

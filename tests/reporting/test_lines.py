@@ -12,6 +12,7 @@ from autoaccum.events import (
     Compiled,
     Event,
     Finished,
+    Joined,
     MemorySaving,
     Notice,
     OutOfMemory,
@@ -78,6 +79,20 @@ LINES: dict[Any, str | None] = {
     verified(0.27, step=3, tensor="net.bias"): (
         "step 3: gradient check: not exact, relative error 2.7e-01 in net.bias (2e-05 allowed; 6 samples split 1+2+3, "
         "3+2+1, 2+2+2; the loss is a mean over its items)"
+    ),
+    Joined(
+        step=3,
+        reason="samples meet",
+        error=1e-7,
+        tolerance=2e-5,
+        tensor="net.bias",
+        samples=7,
+        held=0.06,
+        opened=("head",),
+        seconds=0.1,
+    ): (
+        "step 3: micro-batches are joined: exact, relative error 1.0e-07 (2e-05 allowed; 7 samples); a step holds 6% of what "
+        "the full batch holds for backward, and a micro-batch. Reason: samples meet"
     ),
     shared(): "step 3: 2 ranks: 5 + 3; waiting: 20% to 50% of the time",
     shared(4): "step 3: 8 ranks: 3 to 5 samples each; waiting: 20% to 50% of the time",

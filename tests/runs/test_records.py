@@ -12,7 +12,7 @@ import torch
 from torch.nn.functional import cross_entropy
 
 import autoaccum
-from autoaccum.events import Compiled, Finished, Notice, Record, Replanned, Resumed, Saved, StepReport
+from autoaccum.events import Compiled, Finished, Joined, Notice, Record, Replanned, Resumed, Saved, StepReport
 from autoaccum.memory.clock import ManualClock, using
 from autoaccum.reporting import RecordWriter, environment, load_run, read_records, write_json
 from autoaccum.runs.records import FIELDS, value_of
@@ -63,6 +63,17 @@ EVERY: tuple[Record, ...] = (
     ),
     autoaccum.events.Recomputed(step=3, saving="checkpoint, model.h", operations=120, storages=3),
     Compiled(step=1, micro_batch=16, compilations=2, seconds=1.5),
+    Joined(
+        step=1,
+        reason="samples meet",
+        error=1e-7,
+        tolerance=2e-5,
+        tensor=None,
+        samples=7,
+        held=0.5,
+        opened=("head", "b"),
+        seconds=0.1,
+    ),
 )
 
 
