@@ -178,6 +178,7 @@ run does not measure its exactness. ``tests/laws/test_laws_verification.py`` has
 
 
 JOINED = (
+    "tests/integrations/",
     "tests/laws/test_laws_joined.py",
     "tests/test_docs.py",
     "tests/test_readme.py",

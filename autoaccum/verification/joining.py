@@ -111,7 +111,7 @@ def measure_joined(
     counts = [count for count in _COUNTS if count <= min(window.num_samples, most)]
     outcome: JoinedVerdict | RanOut = JoinedVerdict(unmeasured="there is no room for two samples at once")
     for count in counts:
-        outcome = attempt(partial(run, choose(window, window.num_samples, count)))
+        outcome = attempt(lambda count=count: run(choose(window, window.num_samples, count)))  # type: ignore[misc]
         if isinstance(outcome, JoinedVerdict):
             break
     if isinstance(outcome, JoinedVerdict) and outcome.fails:

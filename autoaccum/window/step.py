@@ -13,7 +13,7 @@ from functools import partial
 from typing import Any, Literal, NamedTuple
 
 from autoaccum.data.base import Window
-from autoaccum.errors import AutoaccumError, NothingFitsError
+from autoaccum.errors import AutoaccumError, MemoryLimitError, NothingFitsError
 from autoaccum.events import Event, Joined, Notice, OutOfMemory, StepSkipped
 from autoaccum.memory import clock
 from autoaccum.memory.base import Memory
@@ -315,7 +315,10 @@ class Step:
         if self._is_joined and self._joiner is not None:
             self._due = self._joiner.is_due(self.transaction.snapshot.modes(), number)
             if self._due and self._short_of != number:
-                self._examiner.remember(number)
+                try:
+                    self._examiner.remember(number)
+                except MemoryLimitError:  # then buffers and random states alone are put back to measure it
+                    self._short_of = number
         if is_looked_at and (group is None or group.is_first):  # who looks for all of them
             way = self.saving.name, self.tuner.largest
             # Of a plan that has settled it is known what it leaves; while sizes are found out it is tried.
