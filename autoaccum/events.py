@@ -276,7 +276,7 @@ class Joined:
     """From this step on the loss is computed once, on the joined outputs of all micro-batches."""
 
     step: int
-    """The first such step; or that of a further measurement."""
+    """The first such step."""
     reason: str
     """Why micro-batches are not weighted."""
     error: float
@@ -288,7 +288,7 @@ class Joined:
     samples: int
     """How many samples were measured."""
     held: float
-    """Bytes that a joined step holds for its backward besides a micro-batch, as a fraction of the full batch's."""
+    """Bytes that a joined step holds for backward, its micro-batch excluded, as a fraction of the full batch's."""
     opened: tuple[str, ...]
     """Modules whose own code runs on the full batch, so that only their children are split."""
     seconds: float

@@ -227,17 +227,6 @@ def functions() -> list[Function]:
     ]
 
 
-def by_body() -> list[Function]:
-    """Return the functions, those with the longest bodies first."""
-    return sorted(functions(), key=lambda function: -function.body_lines)
-
-
-def by_parameters() -> list[Function]:
-    """Return the functions that declare parameters of their own, those with the most first."""
-    own = [function for function in functions() if function.name not in DECLARED_ONCE]
-    return sorted(own, key=lambda function: -function.parameters)
-
-
 FRAGMENT = re.compile(
     r"(What|Whether|Of|The|A|An|Those|That|It|As|In|On|For|From|How|Where|When|Which|Why|With|Most|One)\b"
 )

@@ -60,7 +60,7 @@ class CheckReport:
     reason: str | None
     """Why micro-batches are joined; None where they are weighted."""
     held: float | None
-    """What a joined step holds for its backward besides a micro-batch, as a fraction of what the full batch holds."""
+    """Bytes that a joined step holds for backward, its micro-batch excluded, as a fraction of the full batch's."""
     notice: Notice | None
     """What is wrong, what comes of it and what cures it; None where nothing is."""
     seconds: float

@@ -302,7 +302,7 @@ class _Check:
         return self._measured(verdict, decision, detailed, shown, started)
 
     def in_force(self, accumulate: str, started: float) -> CheckReport:
-        """Measure by the rule that a run would choose, and say what came of it."""
+        """Measure by the rule that a run would choose; return the report."""
         weighted = None if accumulate == "joined" else self.report(started)
         can_join = why_not_joined(self._job, noise_scale=False, is_shared=False) is None
         if weighted is not None and (weighted.passed or accumulate == "weighted" or not can_join):

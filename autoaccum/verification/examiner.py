@@ -89,9 +89,9 @@ class Examiner:
         self._strict = strict
         self._parameters = transaction.trained()
         self.joins = False
-        """Whether windows may be joined instead: then what is not exact is withheld until that was tried."""
+        """Whether windows may be joined instead: notices of inexact gradients then wait until that was tried."""
         self.withheld: list[tuple[Notice, float | None]] = []
-        """What would have been said, each with the error that was measured, if any."""
+        """Notices that wait, each with its measured error, or None."""
         self._failed_on: list[tuple[tuple[int, ...], tuple[int, ...]]] = []  # samples, and sizes of the parts
         self.is_checked = False
         """Whether a first window had a finite loss."""
@@ -596,7 +596,7 @@ class Examiner:
             self._remember()
 
     def measured_by(self) -> dict[str, Any]:
-        """Return how a window is measured: what forwards write to, and how the state is put back that it began with."""
+        """Return the options of a measurement: parameters written to, and how the window's first state is put back."""
         how = {"written": self._written.values(), "rewind": self._rewind, "like": self._remembered}
         return how | {"failed_on": self._failed_on}
 

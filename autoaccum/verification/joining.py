@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -19,7 +19,7 @@ from autoaccum.verification.comparison import Error
 from autoaccum.verification.draws import Recording, UnalignedError, UnsettledError, drawing_nothing
 from autoaccum.verification.findings import NotFiniteError, ZeroGradientError
 from autoaccum.verification.measurement import Measurement
-from autoaccum.verification.rows import RowChecks, RowsOfDraws
+from autoaccum.verification.rows import OF_16_BITS, RowChecks, RowsOfDraws
 from autoaccum.verification.samples import choose
 from autoaccum.window.job import Job
 from autoaccum.window.split_calls import Layout, MovedError, NotRowsError, SplitCalls, called_children
@@ -29,22 +29,22 @@ _COUNTS = (7, 5, 3, 2)
 """Samples that are measured, the first of these that there are: odd ones are seldom another extent of a tensor."""
 _SIZES = {7: (3, 2, 2), 5: (1, 2, 2), 3: (1, 2), 2: (1, 1)}
 """Their micro-batches: of sizes that differ, to tell the dimension of samples, and at odds with groups of two."""
-_OF_16_BITS = 3e-2
-"""Relative error up to which gradients of parameters of 16 bits are the same: sums of micro-batches round otherwise."""
 _SETTINGS = frozenset((bool, int, float, str))
+"""Types of attributes that say how a module computes."""
 _MOST_TRIES = 200
 """Modules that may be opened in backward, one after the other."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class JoinedVerdict:
-    """What came of measuring joined windows."""
+    """Result of a measurement of joined windows."""
 
     layout: Layout | None = None
     """Which modules are split; None where nothing was measured."""
     error: float = 0.0
     """Relative error of the worst gradient."""
     tolerance: float = 0.0
+    """Relative error up to which gradients are the same."""
     tensor: str | None = None
     """The parameter with that gradient."""
     samples: int = 0
@@ -56,8 +56,6 @@ class JoinedVerdict:
     """Bytes that are held for the backward of a joined window, as a fraction of those of the full batch."""
     num_calls: int = 0
     """Calls that were split."""
-    reasons: dict[str, str] = field(default_factory=dict)
-    """Why modules were opened, by their names."""
     sizes: tuple[int, ...] = ()
     """Samples of each micro-batch."""
 
@@ -181,7 +179,7 @@ class Joiner:
         self._layers = [part for module in job.modules for part in module.modules()]
 
     def is_due(self, modes: list[bool], number: int) -> bool:
-        """Return whether a joined window is to be measured.
+        """Return whether a joined window is to be measured; to be asked once a window.
 
         That is the second one, the 10th, 100th and so on, and one of modules in other modes, or with other settings
         (attributes that are plain values); of settings that change all the time ever fewer.
@@ -189,7 +187,7 @@ class Joiner:
         settings = [v for layer in self._layers for v in vars(layer).values() if type(v) in _SETTINGS]
         is_new, self._settings = settings != self._settings and self._settings is not None, settings
         self._surprises += is_new
-        is_round = number >= 10 and set(str(number)[1:]) == {"0"} and str(number)[0] == "1"
+        is_round = number >= 10 and str(number).rstrip("0") == "1"
         is_surprising = is_new and not self._surprises & (self._surprises - 1)
         return self._rounds < self._ROUNDS or modes != self._modes or is_round or is_surprising
 
@@ -261,14 +259,17 @@ class _JoinedMeasurement(Measurement):
         return JoinedVerdict(
             layout=layout,
             error=error.relative,
-            tolerance=_OF_16_BITS if self.is_rounded else self.tolerance,
+            tolerance=self._bound,
             tensor=None if error.tensor is None else self.names[error.tensor],
             samples=self.num_samples,
             share=self._share_of(layout, sizes),
             num_calls=num_calls,
-            reasons=checks.reasons,
             sizes=sizes,
         )
+
+    @property
+    def _bound(self) -> float:
+        return OF_16_BITS if self.is_rounded else self.tolerance
 
     def _opened(
         self, layout: Layout, sizes: tuple[int, ...], checks: RowChecks, *, is_known: bool
@@ -278,7 +279,7 @@ class _JoinedMeasurement(Measurement):
             try:
                 if is_known and not checks.reasons:
                     found = self._run_split(layout, sizes, None)
-                    if found[0].relative <= self.tolerance:
+                    if found[0].relative <= self._bound:
                         return found
                 # Once with each call measured, which opens what cannot be split; and then as windows run.
                 self._run_split(layout, sizes, checks)
@@ -286,7 +287,7 @@ class _JoinedMeasurement(Measurement):
                 uncalled = [m for m in layout.split() if id(m) not in self._called and any(called_children(m))]
                 if not uncalled:
                     error, num_calls = self._run_split(layout, sizes, None)
-                    if error.relative <= (_OF_16_BITS if self.is_rounded else self.tolerance) or not layout.split():
+                    if error.relative <= self._bound or not layout.split():
                         return error, num_calls
                     # Rows agree, and something else does not: the modules' own code runs on everything then.
                     uncalled = [m for m in layout.split() if id(m) in self._called]

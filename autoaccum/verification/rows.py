@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import gc
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -23,8 +23,9 @@ from autoaccum.window.split_calls import Again, Call, NotRowsError, cut, draws_e
 from autoaccum.window.state import same
 
 _TOLERANCES = {torch.float64: 1e-8, torch.complex128: 1e-8, torch.float32: 1e-4, torch.complex64: 1e-4}
-"""Up to which relative error numbers of a type are the same; other types have 16 bits or fewer."""
-_OF_16_BITS = 3e-2
+"""Relative error up to which numbers of a type are the same; other types have 16 bits or fewer."""
+OF_16_BITS = 3e-2
+"""The same of 16 bits: sums of micro-batches round otherwise than those of the whole."""
 
 
 class RowsOfDraws(Replaying):  # type: ignore[no-untyped-call]
@@ -82,7 +83,7 @@ class RowChecks:
         Raises:
             NotRowsError: it cannot be split.
         """
-        key = id(call.module), call.rows, call.has_grad, call.module.training
+        key = id(call.module), call.rows, call.signature
         if key in self._checked or len(call.pieces) < 2:
             return
         random, place = call.random_state(), call.place
@@ -240,7 +241,7 @@ class _Gradients:
         """
         scale = max(self._scales, default=0.0)
         for left in self._left:
-            if left is not None and not _scale(left) <= _TOLERANCES.get(left.dtype, _OF_16_BITS) * scale:
+            if left is not None and not _scale(left) <= _TOLERANCES.get(left.dtype, OF_16_BITS) * scale:
                 raise NotRowsError(self._call.module, "the gradients of its rows depend on each other")
 
     def _of(self, again: Again, out_rows: Sequence[Any], low: int, high: int) -> list[torch.Tensor | None] | None:
@@ -279,29 +280,38 @@ def _agree(wanted: torch.Tensor, found: torch.Tensor) -> bool:
     """Return whether two tensors are the same but for rounding, relative to the largest number."""
     if not (wanted.is_floating_point() or wanted.is_complex()):
         return torch.equal(wanted, found)
-    bound = _TOLERANCES.get(wanted.dtype, _OF_16_BITS) * _scale(wanted.nan_to_num(0, 0, 0))
+    bound = _TOLERANCES.get(wanted.dtype, OF_16_BITS) * _scale(wanted.nan_to_num(0, 0, 0))
     return torch.allclose(wanted, found, rtol=0.0, atol=bound, equal_nan=True)
 
 
-def _refuse_other_graphs(call: Call, again: Again, start: int) -> None:
-    """Refuse a call whose graph leads to what is neither its input nor held by its module."""
-    own = {id(one) for one in (*again.inputs, *again.held)}
-    seen: set[Any] = set()
-    waiting: list[Any] = [
-        one.grad_fn for one in again.outputs if isinstance(one, torch.Tensor) and one.grad_fn is not None
-    ]
+def _graph_of(again: Again, is_entry: Callable[[Any], bool]) -> tuple[set[Any], set[Any]]:
+    """Return the nodes of a micro-batch's graph, and its entries, at which the walk ends."""
+    nodes, entries = set[Any](), set[Any]()
+    waiting: list[Any] = [one.grad_fn for one in again.outputs if isinstance(one, torch.Tensor)]
     while waiting:
         node = waiting.pop()
-        if node is None or node in seen:
+        if node is None or node in nodes or node in entries:
             continue
-        seen.add(node)
-        if type(node).__name__ == "AccumulateGrad":
-            if id(node.variable) not in own:
-                raise NotRowsError(call.module, "it uses a parameter that it does not hold")
-        elif node._sequence_nr() < start:
-            raise NotRowsError(call.module, "it uses a tensor with a graph that it does not hold")
+        if is_entry(node):
+            entries.add(node)
         else:
+            nodes.add(node)
             waiting.extend(follower for follower, _ in node.next_functions)
+    return nodes, entries
+
+
+def _is_leaf(node: Any) -> bool:
+    return type(node).__name__ == "AccumulateGrad"
+
+
+def _refuse_other_graphs(call: Call, again: Again, start: int) -> None:
+    """Refuse a call whose graph leads to a tensor that is neither its input nor held by its module."""
+    own = {id(one) for one in (*again.inputs, *again.held)}
+    for node in _graph_of(again, lambda node: _is_leaf(node) or node._sequence_nr() < start)[1]:
+        if not _is_leaf(node):
+            raise NotRowsError(call.module, "it uses a tensor with a graph that it does not hold")
+        if id(node.variable) not in own:
+            raise NotRowsError(call.module, "it uses a parameter that it does not hold")
 
 
 class _Token:
@@ -310,26 +320,15 @@ class _Token:
 
 def _refuse_what_stays(call: Call, again: Again) -> None:
     """Refuse a call that leaves a tensor with a graph behind; the micro-batch's outputs are let go of."""
-    tokens, seen = [], set()
-    waiting: list[Any] = [
-        one.grad_fn for one in again.outputs if isinstance(one, torch.Tensor) and one.grad_fn is not None
-    ]
-    while waiting:
-        node = waiting.pop()
-        if node is None or node in seen or type(node).__name__ == "AccumulateGrad":
-            continue
-        seen.add(node)
-        token = _Token()
-        node.metadata["autoaccum"] = token
-        tokens.append(weakref.ref(token))
-        del token
-        waiting.extend(follower for follower, _ in node.next_functions)
+    tokens = []
+    for node in _graph_of(again, _is_leaf)[0]:
+        node.metadata["autoaccum"] = _Token()
+        tokens.append(weakref.ref(node.metadata["autoaccum"]))
     node = None
-    seen.clear()
     again.outputs.clear()
-    if any(token() is not None for token in tokens):
+    if any(one() is not None for one in tokens):
         gc.collect()
-        if any(token() is not None for token in tokens):
+        if any(one() is not None for one in tokens):
             raise NotRowsError(call.module, "it leaves a tensor with a graph behind")
 
 

@@ -46,9 +46,9 @@ class Examiner(Protocol):
     verifies: bool
     """Whether anything is measured."""
     joins: bool
-    """Whether windows may be joined instead: then what is not exact is withheld until that was tried."""
+    """Whether windows may be joined instead: notices of inexact gradients then wait until that was tried."""
     withheld: list[tuple[Notice, float | None]]
-    """What would have been said, each with the error that was measured, if any."""
+    """Notices that wait, each with its measured error, or None."""
 
     def say_withheld(self) -> list[Notice]:
         """Return what was withheld, to be said after all."""
@@ -57,7 +57,7 @@ class Examiner(Protocol):
         """Remember how the window of that number begins, to be measured from there."""
 
     def measured_by(self) -> dict[str, Any]:
-        """Return how a window is measured: what forwards write to, and how the state is put back that it began with."""
+        """Return the options of a measurement: parameters written to, and how the window's first state is put back."""
 
     @property
     def has_failed(self) -> bool:

@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from enum import Enum
 from typing import Any, NamedTuple, Protocol
 
@@ -302,20 +302,14 @@ class SplitCalls:
                 self._install(self._instead.get(id(child), child), child)
         return forward(*args, **kwargs)
 
-    def inside(self) -> AbstractContextManager[None]:
-        """Make the context of a micro-batch, in which no call is split."""
-        return _Inside(self)
-
-
-class _Inside:
-    def __init__(self, owner: SplitCalls) -> None:
-        self._owner = owner
-
-    def __enter__(self) -> None:
-        self._before, self._owner._is_inside = self._owner._is_inside, True
-
-    def __exit__(self, *_: object) -> None:
-        self._owner._is_inside = self._before
+    @contextmanager
+    def inside(self) -> Iterator[None]:
+        """Split no call: the context of a micro-batch."""
+        before, self._is_inside = self._is_inside, True
+        try:
+            yield
+        finally:
+            self._is_inside = before
 
 
 def _set_slot(module: nn.Module, value: Any) -> None:
@@ -471,8 +465,13 @@ class Call:
         n = self.split.num_samples
         if self.known is None or self.split.checks is not None:
             return tuple(rows_of(tensor.shape, n) for tensor in self.tensors)
-        measured = zip(self.tensors, self.known[0], strict=True)
-        return tuple(None if rows is None else rows_in(one.shape, rows[0], n) for one, rows in measured)
+        found = tuple(
+            None if rows is None else rows_in(one.shape, rows[0], n)
+            for one, rows in zip(self.tensors, self.known[0], strict=True)
+        )
+        if any(rows is None and known is not None for rows, known in zip(found, self.known[0], strict=True)):
+            raise NotRowsError(self.module, "an argument has no longer a row for each sample")
+        return found
 
     def learn(self, out_rows: Sequence[Rows | None]) -> None:
         """Remember where the samples of such calls lie.
@@ -663,9 +662,29 @@ class Call:
                     draws.go(place, 0, self.split.num_samples)
         return Again(inputs, outputs, held)
 
-    def as_it_was(self) -> AbstractContextManager[None]:
-        """Make a context in which the module is as it was when it was called: modes, adapters, weights in use."""
-        return _AsItWas(self)
+    @contextmanager
+    def as_it_was(self) -> Iterator[None]:
+        """Put the module back to how it was when it was called: modes, flags, adapters, weights in use."""
+        now = Attributes(self.objects) if self.attributes.have_changed() else None
+        if now is not None:
+            self.attributes.restore()
+        flags = [(one, one.requires_grad) for one, flag in self.flags if one.requires_grad is not flag]
+        for one, flag in flags:
+            one.requires_grad_(not flag)
+        values = [(one, one.detach().clone()) for one, _ in self._values]
+        try:
+            # Past their versions, which a graph that is kept may be waiting for.
+            for one, value in self._values:
+                one.data.copy_(value)
+            yield
+        finally:
+            for one, value in values:
+                one.data.copy_(value)
+            for one, flag in flags:
+                one.requires_grad_(flag)
+            self.put_back_held()
+            if now is not None:
+                now.restore()
 
 
 class Forward(NamedTuple):
@@ -673,36 +692,6 @@ class Forward(NamedTuple):
 
     again: Again
     spec: Any
-
-
-class _AsItWas:
-    def __init__(self, call: Call) -> None:
-        self._call = call
-
-    def __enter__(self) -> None:
-        call = self._call
-        self._now: Attributes | None = None
-        self._values: list[tuple[torch.Tensor, torch.Tensor]] = []
-        if call.attributes.have_changed():
-            self._now = Attributes(call.objects)
-            call.attributes.restore()
-        self._flags = [(one, one.requires_grad) for one, flag in call.flags if one.requires_grad is not flag]
-        for one, flag in self._flags:
-            one.requires_grad_(not flag)
-        with torch.no_grad():
-            for one, value in call._values:
-                self._values.append((one, one.detach().clone()))
-                one.data.copy_(value)  # past its version, which a graph that is kept may be waiting for
-
-    def __exit__(self, *_: object) -> None:
-        with torch.no_grad():
-            for one, value in self._values:
-                one.data.copy_(value)
-        for one, flag in self._flags:
-            one.requires_grad_(flag)
-        self._call.put_back_held()
-        if self._now is not None:
-            self._now.restore()
 
 
 def version_of(tensor: torch.Tensor) -> int:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from typing import Any, Literal, NamedTuple
@@ -119,7 +120,6 @@ class Step:
         self._examiner = examiner
         self._joiner = joiner
         self._accumulate = accumulate
-        self._short_of = 0  # the window that has no memory to remember how it began
         self._due = False  # whether this joined window is to be measured
         self._reason = "accumulate='joined' was passed"  # why windows are joined
         # What is not measured is not known to be wrong.
@@ -229,6 +229,13 @@ class Step:
             self.plans.weigh(window, self._smallest_batch(window))
         if self._accumulate == "joined" and not self._is_joined and window.num_samples > 1:
             self._join_at_once(window)
+        self._due = False
+        if self._is_joined and self._joiner is not None:
+            self._due = self._joiner.is_due(self.transaction.snapshot.modes(), self.number + 1)
+        if self._due:
+            # Where there is no memory for it, buffers and random states alone are put back to measure the window.
+            with suppress(MemoryLimitError):
+                self._examiner.remember(self.number + 1)
         # Of a window with fewer samples than ranks some have none.
         is_empty = not window.num_samples
         pieces = Attempt(tuner, 0, None, ()) if is_empty else tuner.window(window.num_samples, lengths, plan)
@@ -312,13 +319,6 @@ class Step:
         is_looked_at = self._sharded is None and number >= signs.next_look
         if self._is_joined and self._examiner.is_checked:
             is_looked_at, self.transaction.forward = False, self.transaction.plain_forward
-        if self._is_joined and self._joiner is not None:
-            self._due = self._joiner.is_due(self.transaction.snapshot.modes(), number)
-            if self._due and self._short_of != number:
-                try:
-                    self._examiner.remember(number)
-                except MemoryLimitError:  # then buffers and random states alone are put back to measure it
-                    self._short_of = number
         if is_looked_at and (group is None or group.is_first):  # who looks for all of them
             way = self.saving.name, self.tuner.largest
             # Of a plan that has settled it is known what it leaves; while sizes are found out it is tried.
@@ -625,7 +625,6 @@ class Step:
         # No window is to do without memory for its measurement's sake, nor be cut smaller than those before it.
         has_settled = self.number > 0 and not self.tuner.search.is_on
         if (has_settled or piece.size <= smallest) and self._examiner.let_go():
-            self._short_of = self.number + 1
             return pieces.again()
         # A rung that has done before is gone back to at once: it may be had now, and what is waited for may not come.
         waits = piece.size <= smallest and not self.saving.has_risen

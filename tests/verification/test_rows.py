@@ -105,6 +105,26 @@ def test_a_tensor_with_a_graph_that_stays_is_seen() -> None:
     assert "leaves a tensor with a graph behind" in reasons(keep)
 
 
+def test_each_kind_of_call_of_a_module_is_measured_by_itself() -> None:
+    class Switched(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(4, 4, dtype=torch.float64)
+
+        def forward(self, x: torch.Tensor, squared: bool) -> torch.Tensor:
+            return self.linear(x).square() if squared else self.linear(x)
+
+    model, cpu = Switched(), torch.device("cpu")
+    layout, x = Layout([model]), torch.randn(7, 4, dtype=torch.float64)
+    with SplitCalls(layout, (3, 2, 2), cpu, checks=RowChecks()):
+        model(x, True)
+        model(x, False)
+    with SplitCalls(layout, (3, 2, 2), cpu) as split:
+        model(x, True)
+        model(x, False)
+    assert split.num_calls == 2
+
+
 def test_state_is_put_back_after_the_measurement() -> None:
     counter = Counter()
     reasons(counted, counter=counter)

@@ -160,6 +160,22 @@ def test_what_was_measured_is_split_and_nothing_else() -> None:
         model(inputs())
 
 
+def test_an_argument_that_has_lost_its_rows_is_no_constant() -> None:
+    """Measured to have two rows for each sample, and then of a number that does not fit the samples."""
+
+    class Pooled(nn.Module):
+        def forward(self, x: torch.Tensor, others: torch.Tensor) -> torch.Tensor:
+            return x + others.mean(0)
+
+    model = Pooled()
+    layout = Layout([model])
+    x = inputs().requires_grad_()
+    call = "0. [(2, 'torch.float64'), (2, 'torch.float64')] [] True True"
+    layout.rows[call] = (((0, 1), (0, 2)), ((0, 1),))
+    with pytest.raises(NotRowsError, match="no longer a row"), SplitCalls(layout, (3, 5), CPU):
+        model(x, torch.randn(15, 4, dtype=torch.float64))
+
+
 def test_a_layout_outlives_its_process() -> None:
     model, other = net(), net()
     layout, again = Layout([model]), Layout([other])
