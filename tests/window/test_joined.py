@@ -126,7 +126,7 @@ def test_a_head_that_joins_in_later_is_measured_before_it_is_split() -> None:
             return loss + model["head"](hidden).square().mean().sqrt() if late else loss
 
         accumulator = autoaccum.Accumulator(
-            model, torch.optim.SGD(model.parameters(), 0.1), training_step=step, **options  # type: ignore[arg-type]
+            model, torch.optim.SGD(model.parameters(), 1e-3), training_step=step, **options  # type: ignore[arg-type]
         )  # fmt: skip
         torch.manual_seed(1)
         found = []
