@@ -366,4 +366,5 @@ class _Held:
         if storage.data_ptr() not in self._known:
             self._known.add(storage.data_ptr())
             self.num_bytes += storage.nbytes()
-        return tensor
+        # Without its graph: of an output that is saved that would be a cycle, which nothing frees.
+        return tensor.detach()

@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from enum import Enum
 from typing import Any, NamedTuple, Protocol
 
@@ -775,11 +775,20 @@ def held_by(module: nn.Module) -> Held:
     return list(found.values())
 
 
-def _own_saved_tensors() -> AbstractContextManager[Any]:
+@contextmanager
+def _own_saved_tensors() -> Iterator[None]:
     """Keep what a micro-batch saves for its backward out of the sight of hooks around the whole call."""
-    if torch._C._autograd._top_saved_tensors_default_hooks(True) is None:
-        return nullcontext()
-    return torch.autograd.graph.saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor)
+    # Taken off, and not covered by hooks that return what they are given: of an output that is saved these make a
+    # cycle, which nothing frees where there is no backward.
+    hooks = []
+    while (top := torch._C._autograd._top_saved_tensors_default_hooks(True)) is not None:
+        hooks.append(top)
+        torch._C._autograd._pop_saved_tensors_default_hooks()
+    try:
+        yield
+    finally:
+        for pack, unpack in reversed(hooks):
+            torch._C._autograd._push_saved_tensors_default_hooks(pack, unpack)
 
 
 class _SplitCall(torch.autograd.Function):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 from collections.abc import Callable
 from typing import Any
 
@@ -278,7 +279,8 @@ def a_reentrant_checkpoint_inside() -> tuple[nn.Module, Step]:
 
 @scenario
 def a_checkpoint_around() -> tuple[nn.Module, Step]:
-    return body(), lambda model, batch: contrast(checkpoint(model, batch["x"], use_reentrant=False))
+    model = nn.Sequential(nn.Linear(5, 6), nn.Tanh(), nn.Linear(6, 4))  # whose output is what is saved of a tanh
+    return model, lambda model, batch: contrast(checkpoint(model, batch["x"], use_reentrant=False))
 
 
 @scenario
@@ -446,6 +448,28 @@ def test_a_window_leaves_the_random_state_of_its_forward() -> None:
     stepped(Dropping(), step, batches, micro_batch=3, accumulate="joined")
     # The third window is not measured: its step ran last, and its recomputations have left nothing.
     assert torch.equal(torch.get_rng_state(), states[-1])
+
+
+@pytest.mark.parametrize("name", ["contrastive", "a_checkpoint_around", "statistics_of_the_batch"])
+def test_nothing_of_a_window_is_left_behind(name: str) -> None:
+    def living() -> int:
+        gc.collect()
+        return sum(isinstance(one, torch.Tensor) for one in gc.get_objects())
+
+    torch.manual_seed(0)
+    model, step = SCENARIOS[name]()
+    optimizer = torch.optim.SGD(model.parameters(), 0.01)
+    accumulator = autoaccum.Accumulator(model, optimizer, training_step=step, micro_batch=3, accumulate="joined")
+    batches = [data() for _ in range(6)]
+    weighted = autoaccum.Accumulator(model, optimizer, training_step=step, micro_batch=SAMPLES)
+    weighted.step(data())
+    before = living()
+    counts = []
+    for batch in batches:
+        accumulator.step(batch)
+        counts.append(living())
+    assert counts[0] - before <= 4  # parameters' gradients, random states; and no graph of what was measured
+    assert counts[1:] == [counts[1]] * 5
 
 
 def plain_data(count: int) -> tuple[torch.Tensor, torch.Tensor]:
