@@ -13,6 +13,7 @@ import autoaccum
 from autoaccum.errors import AutoaccumWarning, ConflictingArgumentsError, NotExactError
 from autoaccum.events import Joined, Notice, Verified
 from autoaccum.testing import simulated_memory
+from tests.devices import DEVICE
 from tests.models import classes, mlp
 
 pytestmark = [pytest.mark.measured, pytest.mark.joined]
@@ -25,7 +26,7 @@ def meeting(outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
 def trained(loss: Any = meeting, model: nn.Module | None = None, **options: Any) -> autoaccum.FitResult:
     options = {"effective_batch": 12, "micro_batch": 4, "steps": 3, **options}
     return autoaccum.fit(
-        model or mlp(), classes(36), loss_fn=loss, device="cpu", cache=False, progress=False, shuffle=False, **options
+        model or mlp(), classes(36), loss_fn=loss, device=DEVICE, cache=False, progress=False, shuffle=False, **options
     )
 
 
@@ -33,12 +34,14 @@ def joined(result: autoaccum.FitResult) -> list[Joined]:
     return [event for event in result.events if isinstance(event, Joined)]
 
 
+@pytest.mark.device
 def test_a_loss_that_is_a_mean_stays_weighted() -> None:
     result = trained(cross_entropy)
     assert not joined(result)
     assert [event for event in result.events if isinstance(event, Verified)]
 
 
+@pytest.mark.device
 def test_a_loss_whose_samples_meet_is_joined_from_the_first_step_on_and_nothing_is_announced() -> None:
     result = trained()
     (event,) = joined(result)
@@ -58,6 +61,7 @@ def test_it_can_be_forbidden() -> None:
         assert not joined(trained(accumulate="weighted"))
 
 
+@pytest.mark.device
 def test_it_can_be_asked_for() -> None:
     (event,) = joined(trained(cross_entropy, accumulate="joined"))
     assert event.reason == "accumulate='joined' was passed"
