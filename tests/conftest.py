@@ -193,7 +193,7 @@ marked ``joined``, are of weighted micro-batches: of what these are, and say whe
 def _join_nothing(items: list[pytest.Item]) -> None:
     for item in items:
         path = item.path.relative_to(item.config.rootpath).as_posix()
-        if not path.startswith(JOINED) and "joined" not in item.keywords:
+        if path.startswith("tests/") and not path.startswith(JOINED) and "joined" not in item.keywords:
             item.fixturenames.insert(0, "unjoined")  # type: ignore[attr-defined]
 
 

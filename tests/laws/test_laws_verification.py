@@ -132,7 +132,7 @@ LOSSES: dict[str, tuple[Callable[..., Any], str | None, str, Sequence[int]]] = {
 OF_THIS_MOMENT = {
     "_job", "_transaction", "_parameters", "_measure_window", "_micro_batches", "_verify", "_strict",  # given anew
     "_announce", "_way",  # likewise
-    "_met", "_number", "_checked_in", "_shown",  # of the window that runs
+    "_met", "_number", "_checked_in", "_shown", "_failed_on",  # of the window that runs
     "_remembered", "_remembered_of", "_short_bytes", "_short_way", "_written",  # taken before the next measurement
 }  # fmt: skip
 """Attributes of an examiner that a checkpoint need not hold; every other one has to be there again."""
