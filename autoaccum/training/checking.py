@@ -38,6 +38,7 @@ from autoaccum.training.options import CHECKS, OF_CHECK, modules_of
 from autoaccum.training.synonyms import answering
 from autoaccum.training.traces import no_trace
 from autoaccum.verification import notices
+from autoaccum.verification.certain import why_uncertain
 from autoaccum.verification.comparison import tolerance_of
 from autoaccum.verification.decision import in_order
 from autoaccum.verification.draws import UnalignedError, UnsettledError
@@ -263,6 +264,7 @@ class _Check:
         self._untrained: Notice | None = None
         self._counts_by_name = False
         self._failed_on: list[tuple[tuple[int, ...], tuple[int, ...]]] = []
+        self._uncertain: str | None = None  # why weights that were measured to be right are no certain count
 
     def report(self, started: float) -> CheckReport:
         """Measure, and say what came of it.
@@ -305,10 +307,12 @@ class _Check:
         """Measure by the rule that a run would choose; return the report."""
         weighted = None if accumulate == "joined" else self.report(started)
         can_join = why_not_joined(self._job, noise_scale=False, is_shared=False) is None
-        if weighted is not None and (weighted.passed or accumulate == "weighted" or not can_join):
+        uncertain = None if weighted is None or not weighted.passed else self._uncertain
+        is_weighted = weighted is not None and weighted.passed and uncertain is None
+        if weighted is not None and (is_weighted or accumulate == "weighted" or not can_join):
             return weighted
         asked = "accumulate='joined' was passed"
-        reason = asked if weighted is None or weighted.notice is None else weighted.notice.cause
+        reason = uncertain or (asked if weighted is None or weighted.notice is None else weighted.notice.cause)
         found = measure_joined(
             self._job, self._window, Layout(self._job.modules), most=self._window.num_samples, failed_on=self._failed_on
         )
@@ -443,6 +447,8 @@ class _Check:
         """Return the report of what was measured."""
         held = found[decision.hypothesis]
         self._failed_on = [] if decision.passed else verdict.failing(decision)
+        items = [float(reduction.items) for reduction in shown.reductions]
+        self._uncertain = why_uncertain(self._job, decision.hypothesis, shown.sizes, items, shown.reductions)
         by_error = sorted(held.tensors.items(), key=lambda item: -math.inf if math.isnan(item[1]) else -item[1])
         rounded = notices.half_precision_notices(self._parameters)
         notice = rounded[0] if rounded else None

@@ -28,6 +28,7 @@ from autoaccum.loss.terms import Reduction
 from autoaccum.memory import clock
 from autoaccum.memory.oom import insist
 from autoaccum.verification import notices, readings
+from autoaccum.verification.certain import why_uncertain
 from autoaccum.verification.findings import Decision, Verdict
 from autoaccum.verification.kinds import Kinds
 from autoaccum.verification.micro_batches import MicroBatches
@@ -92,6 +93,8 @@ class Examiner:
         """Whether windows may be joined instead: notices of inexact gradients then wait until that was tried."""
         self.withheld: list[tuple[Notice, float | None]] = []
         """Notices that wait, each with its measured error, or None."""
+        self.uncertain: str | None = None
+        """Why weights that were measured to be right are no certain count; None where they are, or nothing can join."""
         self._failed_on: list[tuple[tuple[int, ...], tuple[int, ...]]] = []  # samples, and sizes of the parts
         self.is_checked = False
         """Whether a first window had a finite loss."""
@@ -164,7 +167,7 @@ class Examiner:
 
     def break_off(self) -> None:
         """Forget how a window began that an error has ended: the next one has its number, and begins otherwise."""
-        self._remembered, self._remembered_of, self._failed_on = None, 0, []
+        self._remembered, self._remembered_of, self._failed_on, self.uncertain = None, 0, [], None
 
     def let_go(self) -> bool:
         """Forget how the window began where that takes of the memory that it is short of; return whether it did."""
@@ -322,8 +325,12 @@ class Examiner:
                     )
                     if found is not None:
                         self._fail(*found, said)
+            if self.joins and self._occasions.status == "passed":
+                held, counts, reductions = self._transaction.hypothesis, gradient.counts, gradient.reductions
+                self.uncertain = why_uncertain(self._job, held, gradient.sizes, counts, reductions)
         self._transaction.signs.have_changed, self._transaction.signs.has_suspects = self._occasions.is_changed, False
-        if not self.withheld:  # else joined windows are measured next, from where this one began
+        # Joined windows are measured next, from where this one began.
+        if not self.withheld and self.uncertain is None:
             self._remembered = None
         if number >= self._transaction.signs.next_look:
             self._occasions.looked(number)
@@ -583,7 +590,7 @@ class Examiner:
         Raises:
             NotExactError: the run is strict.
         """
-        self.joins, withheld, self.withheld = False, self.withheld, []
+        self.joins, withheld, self.withheld, self.uncertain = False, self.withheld, [], None
         said: list[Any] = []
         for notice, error in withheld:
             self._refuse_or_say(notice, error, said)

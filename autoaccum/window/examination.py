@@ -49,6 +49,8 @@ class Examiner(Protocol):
     """Whether windows may be joined instead: notices of inexact gradients then wait until that was tried."""
     withheld: list[tuple[Notice, float | None]]
     """Notices that wait, each with its measured error, or None."""
+    uncertain: str | None
+    """Why weights that were measured to be right are no certain count; None where they are, or nothing can join."""
 
     def say_withheld(self) -> list[Notice]:
         """Return what was withheld, to be said after all."""

@@ -228,7 +228,7 @@ class Signs:
         """Take what the micro-batches of a window count, and how their losses were reduced."""
         if self.compares_samples and not are_alike(sizes, counts):
             self.have_changed = True
-        if self.watches_least and _are_terms_apart(counts, reductions):
+        if self.watches_least and are_terms_apart(counts, reductions):
             self.have_changed = True
         if self.compares_ones and (1.0 in map(abs, counts) or any(map(is_one, reductions))):
             self.have_changed = True
@@ -277,7 +277,7 @@ class Signs:
         return tuple(found) if self.has_suspects else ()
 
 
-def _are_terms_apart(counts: Sequence[float], reductions: Sequence[Reduction]) -> bool:
+def are_terms_apart(counts: Sequence[float], reductions: Sequence[Reduction]) -> bool:
     """Return whether a loss adds means over numbers of items that are in other proportions in each micro-batch."""
     found = [reduction.terms for reduction, count in zip(reductions, counts, strict=False) if count]
     if len(found) < 2 or len(found[0]) < 2 or len({len(terms) for terms in found}) > 1:

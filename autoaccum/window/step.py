@@ -449,7 +449,7 @@ class Step:
             found = self._examined_by_the_first(group, measured_by_first(window), gradient, room)
             waited = group.waited_seconds - before  # which is left out with all that is waited for
         self.examining_seconds += now() - started - waited  # no part of what the window takes
-        if self._examiner.withheld:
+        if self._examiner.withheld or self._examiner.uncertain is not None:
             if self._join(window, room):
                 return Repeat(sizes=(window.num_samples,) if self._fits_whole(window) else gradient.own)
             for notice in self._examiner.say_withheld():
@@ -481,8 +481,8 @@ class Step:
 
     def _join(self, window: Window, room: int) -> bool:
         """Join windows from now on, where that is measured to be exact; return whether it is so."""
-        notice, _ = self._examiner.withheld[0]
-        self._reason = notice.cause
+        withheld = self._examiner.withheld
+        self._reason = withheld[0][0].cause if withheld else self._examiner.uncertain or ""
         layout, found = self._measured_joined(window, None, room)
         if layout is None or found is None or not found.passed or not self.saving.is_off:
             return False

@@ -17,6 +17,7 @@ from torch.utils.checkpoint import checkpoint
 import autoaccum
 from autoaccum.events import Joined, Notice, Replanned
 from autoaccum.testing import oom_at, simulated_memory
+from autoaccum.verification import certain
 from tests.faults import Operations, strides
 
 pytestmark = pytest.mark.measured
@@ -354,6 +355,66 @@ def a_module_that_reads_anothers_parameter() -> tuple[nn.Module, Step]:
     return Borrowing(), lambda model, batch: contrast(model(batch["x"]))
 
 
+class Tasks(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.s = body(), nn.Parameter(torch.zeros(2))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.body(x)
+
+
+@scenario
+def learned_weights_of_tasks_that_lack_labels() -> tuple[nn.Module, Step]:
+    def step(model: Any, batch: Any) -> Any:
+        outputs, there = model(batch["x"]), batch["w"] < 0.3
+        losses = {"class": (-model.s[0]).exp() * F.cross_entropy(outputs, batch["y"]) + model.s[0]}
+        if there.any():
+            error = outputs[there, 0] - batch["w"][there]
+            losses["value"] = (-model.s[1]).exp() * error.square().mean() + model.s[1]
+        return losses
+
+    return Tasks(), step
+
+
+@scenario
+def means_over_different_counts() -> tuple[nn.Module, Step]:
+    def step(model: nn.Module, batch: Any) -> torch.Tensor:
+        outputs, mask = model(batch["x"]), (batch["w"] < 0.4).double()
+        targets = batch["y"].where(batch["w"] > 0.2, -100)
+        value = (mask * outputs[:, 0].square()).sum() / mask.sum().clamp(min=1)
+        return F.cross_entropy(outputs, targets) + value
+
+    return body(), step
+
+
+@scenario
+def a_mean_that_is_expanded_to_the_samples() -> tuple[nn.Module, Step]:
+    def step(model: nn.Module, batch: Any) -> torch.Tensor:
+        outputs = model(batch["x"])
+        targets = batch["y"].where(batch["w"] > 0.3, -100)
+        return F.cross_entropy(outputs, targets) + 0.5 * outputs.square().mean().expand(len(outputs)).mean()
+
+    return body(), step
+
+
+@scenario
+def a_sum_with_a_penalty() -> tuple[nn.Module, Step]:
+    def step(model: Any, batch: Any) -> torch.Tensor:
+        return model(batch["x"]).square().sum() + 0.1 * model[0].weight.square().sum()
+
+    return body(), step
+
+
+@scenario
+def a_mean_over_one() -> tuple[nn.Module, Step]:
+    def step(model: nn.Module, batch: Any) -> torch.Tensor:
+        mask = (batch["w"] > 0.7).double()
+        return (mask * model(batch["x"])[:, 0].square()).sum() / mask.sum().clamp(min=1)
+
+    return body(), step
+
+
 @scenario
 def a_scripted_model() -> tuple[nn.Module, Step]:
     return torch.jit.script(body()), lambda model, batch: contrast(model(batch["x"]))
@@ -362,6 +423,30 @@ def a_scripted_model() -> tuple[nn.Module, Step]:
 @scenario
 def a_method_that_is_no_call() -> tuple[nn.Module, Step]:
     return body(), lambda model, batch: contrast(model.forward(batch["x"]))
+
+
+def some(batch: Any) -> torch.Tensor:
+    return torch.where(batch["w"] < 0.6, batch["y"], -100)
+
+
+CERTAIN: dict[str, Step] = {
+    "cross entropy that ignores targets": lambda model, batch: F.cross_entropy(model(batch["x"]), some(batch)),
+    "a sum": lambda model, batch: model(batch["x"]).square().sum(),
+    "two means over samples": lambda model, batch: (
+        F.cross_entropy(model(batch["x"]), batch["y"]) + 0.1 * model(batch["x"]).square().mean()
+    ),
+    "a mean over a mask": lambda model, batch: (
+        (model(batch["x"]).square() * (batch["x"][:, 1:] < 1)).sum() / (batch["x"][:, 1:] < 1).sum()
+    ),
+    "a mean with a penalty": lambda model, batch: (
+        F.cross_entropy(model(batch["x"]), some(batch)) + 0.1 * model[0].weight.square().sum()
+    ),
+}
+UNCERTAIN = {
+    "means_over_different_counts": certain.SEVERAL,
+    "a_sum_with_a_penalty": certain.PENALTIES,
+    "a_mean_over_one": certain.CLAMPED,
+}
 
 
 def stepped(model: nn.Module, step: Step, batches: list[Any], **options: Any) -> tuple[list[Any], list[Any]]:
@@ -405,6 +490,25 @@ def test_the_gradient_is_that_of_the_full_batch(name: str, accumulate: str) -> N
             torch.testing.assert_close(found, one, rtol=1e-12, atol=1e-12)
     assert not [event for event in events if isinstance(event, Notice)]
     assert all(event.passed for event in events if isinstance(event, Joined))
+
+
+@pytest.mark.parametrize("name", CERTAIN)
+def test_a_loss_with_one_certain_count_is_weighted(name: str) -> None:
+    torch.manual_seed(0)
+    batches = [data() for _ in range(4)]
+    _, events = stepped(body(), CERTAIN[name], batches, micro_batch=3)
+    assert not [event for event in events if isinstance(event, Joined | Notice)]
+
+
+@pytest.mark.parametrize("name", UNCERTAIN)
+def test_a_loss_with_several_counts_is_joined_though_weights_are_right(name: str) -> None:
+    torch.manual_seed(0)
+    model, step = SCENARIOS[name]()
+    batch = data() | {"w": torch.tensor([0.9, 0.1, 0.1, 0.9, 0.9, 0.1, 0.9, 0.9])}  # 1, 2 and 2 of them are large
+    _, events = stepped(model, step, [batch] * 2, micro_batch=3)
+    assert [event.reason for event in events if isinstance(event, Joined)] == [UNCERTAIN[name]]
+    report = autoaccum.check(model, batch, training_step=step)
+    assert (report.accumulate, report.reason, report.passed) == ("joined", UNCERTAIN[name], True)
 
 
 class Dropping(nn.Module):

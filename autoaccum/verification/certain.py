@@ -1,0 +1,53 @@
+"""Says whether micro-batches are weighted by one certain count: that is what weighted windows are allowed for.
+
+A measurement shows that a weight was right for a few samples of one window. It stays right where the weight is a count
+that all of the loss shares. Of a loss that adds several counts, or that clamps one, the next window may show what this
+one did not: the loss of such a run is computed once on the full batch instead (see ``docs/joined.md``).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from autoaccum.loss.hypotheses import Hypothesis, kinds_in
+from autoaccum.loss.reductions import is_one
+from autoaccum.loss.terms import Reduction
+from autoaccum.window.gradient import are_alike, are_terms_apart
+from autoaccum.window.job import Job
+
+SEVERAL = "The terms of the loss are divided by different counts"
+PENALTIES = "The loss is a sum over samples plus terms of parameters alone"
+CLAMPED = "The loss of a micro-batch is divided by exactly 1, which may stand for a count of 0"
+
+
+def why_uncertain(
+    job: Job,
+    hypothesis: Hypothesis | None,
+    sizes: Sequence[int],
+    counts: Sequence[float],
+    reductions: Sequence[Reduction],
+) -> str | None:
+    """Return why a weight that was measured to be right may be wrong for another window; None where it is certain.
+
+    Args:
+        job: what is computed. What its user states is certain.
+        hypothesis: what was measured.
+        sizes: samples of each micro-batch of a window.
+        counts: what each was found to count; 0 for none.
+        reductions: how the loss of each was reduced.
+    """
+    if job.num_items is not None or job.reduction is not None or not any(counts):
+        return None
+    if kinds_in(hypothesis) is not None:
+        return SEVERAL
+    if hypothesis == "sum and penalties":
+        return PENALTIES
+    if hypothesis in ("samples", "sum"):
+        return SEVERAL if are_terms_apart(counts, reductions) else None
+    # As long as each sample counts alike, it is no matter what is counted.
+    if are_alike(sizes, counts):
+        return None
+    found = [reduction for reduction, count in zip(reductions, counts, strict=True) if count]
+    if any(len(reduction.terms) > 1 for reduction in found):
+        return SEVERAL
+    return CLAMPED if any(map(is_one, found)) else None
