@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from importlib import import_module
 
-LOSSES = ("plain", "masked", "terms", "coupled", "contrastive", "forms", "vision", "policies")
+LOSSES = ("plain", "masked", "terms", "coupled", "contrastive", "forms", "vision", "policies", "inside")
 MODELS = ("norms", "state", "sequences", "layers", "random", "collated")
 
 
