@@ -33,7 +33,6 @@ if TYPE_CHECKING:
     from autoaccum.training.evaluating import evaluate as evaluate
     from autoaccum.training.fitting import fit as fit
     from autoaccum.training.loading import load_best as load_best
-    from autoaccum.training.mixture_of_experts import moe_balancing as moe_balancing
     from autoaccum.training.predicting import predict as predict
     from autoaccum.training.probing import ProbeReport as ProbeReport
     from autoaccum.training.probing import probe as probe
@@ -59,12 +58,16 @@ _HOMES = {
     "evaluate": "training.evaluating",
     "fit": "training.fitting",
     "load_best": "training.loading",
-    "moe_balancing": "training.mixture_of_experts",
     "plan": "training.synonyms",
     "predict": "training.predicting",
     "probe": "training.probing",
     "sweep": "sweeps.sweep",
 }
+
+_REMOVED = {
+    "moe_balancing": "leave it out, because a router loss is that of the full batch by default (accumulate='auto')",
+}
+"""What to do now without names that there were once."""
 
 _MODULES = ("callbacks", "errors", "events", "reporting", "schedules", "splits", "testing")
 
@@ -74,6 +77,8 @@ __all__ = ["__version__", *_HOMES]
 def __getattr__(name: str) -> Any:
     if name in _MODULES:  # whose names are used as autoaccum.schedules.Linear
         return import_module(f"{__name__}.{name}")
+    if name in _REMOVED:
+        raise AttributeError(f"{__name__}.{name} was removed: {_REMOVED[name]}")
     if name not in _HOMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     from autoaccum.errors import MissingExtraError

@@ -77,6 +77,8 @@ def test_dir_lists_them() -> None:
 def test_a_name_that_is_not_there() -> None:
     with pytest.raises(AttributeError, match="module 'autoaccum' has no attribute 'fitt'"):
         autoaccum.fitt  # type: ignore[attr-defined]  # noqa: B018
+    with pytest.raises(AttributeError, match="moe_balancing was removed: leave it out"):
+        autoaccum.moe_balancing  # noqa: B018
     assert not hasattr(autoaccum, "torch")
     with pytest.raises(ImportError, match="cannot import name 'fitt'"):
         exec("from autoaccum import fitt")

@@ -415,6 +415,33 @@ def a_mean_over_one() -> tuple[nn.Module, Step]:
     return body(), step
 
 
+class Mixture(nn.Module):
+    """A layer of experts, each sample going to two of them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate = nn.Linear(5, 4, bias=False)
+        self.experts = nn.ModuleList(nn.Linear(5, 4) for _ in range(4))
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        logits = self.gate(x)
+        weights, chosen = logits.softmax(1).topk(2)
+        outputs = torch.stack([expert(x) for expert in self.experts], 1)
+        return (outputs.gather(1, chosen[..., None].expand(-1, -1, 4)) * weights[..., None]).sum(1), logits
+
+
+@scenario
+def experts_that_are_balanced() -> tuple[nn.Module, Step]:
+    def step(model: nn.Module, batch: Any) -> torch.Tensor:
+        outputs, logits = model(batch["x"])
+        probabilities = logits.softmax(1)
+        chosen = F.one_hot(probabilities.topk(2).indices, 4).sum(1).double()
+        # Fedus, Zoph and Shazeer, 2021, equations 4 to 6.
+        return F.cross_entropy(outputs, batch["y"]) + 0.3 * 4 * (chosen.mean(0) * probabilities.mean(0)).sum()
+
+    return Mixture(), step
+
+
 @scenario
 def a_scripted_model() -> tuple[nn.Module, Step]:
     return torch.jit.script(body()), lambda model, batch: contrast(model(batch["x"]))
@@ -490,6 +517,29 @@ def test_the_gradient_is_that_of_the_full_batch(name: str, accumulate: str) -> N
             torch.testing.assert_close(found, one, rtol=1e-12, atol=1e-12)
     assert not [event for event in events if isinstance(event, Notice)]
     assert all(event.passed for event in events if isinstance(event, Joined))
+
+
+def test_a_causal_language_model_balances_its_experts_over_the_full_batch() -> None:
+    transformers = pytest.importorskip("transformers")
+    config = transformers.MixtralConfig(
+        vocab_size=50, hidden_size=16, intermediate_size=24, num_hidden_layers=2, num_attention_heads=2,
+        num_key_value_heads=1, num_local_experts=4, num_experts_per_tok=2, router_aux_loss_coef=0.5,
+        output_router_logits=True,
+        experts_implementation="eager",  # the other ones know no float64
+    )  # fmt: skip
+    gradients = []
+    for micro_batch in (SAMPLES, 3):
+        torch.manual_seed(0)
+        model = transformers.MixtralForCausalLM(config)
+        tokens = torch.randint(0, 50, (SAMPLES, 9))
+        optimizer, events = Recorder(model.parameters(), 0.05), list[Any]()
+        step = autoaccum.Accumulator(model, optimizer, micro_batch=micro_batch, callbacks=[events.append]).step
+        step({"input_ids": tokens, "labels": tokens})
+        gradients.append(optimizer.gradients)
+        assert not [event for event in events if isinstance(event, Notice)]
+    assert [event.passed for event in events if isinstance(event, Joined)] == [True]
+    for one, found in zip(*gradients, strict=True):
+        torch.testing.assert_close(found, one, rtol=1e-10, atol=1e-12)
 
 
 @pytest.mark.parametrize("name", CERTAIN)
