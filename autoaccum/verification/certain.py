@@ -48,6 +48,9 @@ def why_uncertain(
     if are_alike(sizes, counts):
         return None
     found = [reduction for reduction, count in zip(reductions, counts, strict=True) if count]
-    if any(len(reduction.terms) > 1 for reduction in found):
+    terms = [term for reduction in found for term in reduction.terms]
+    # Terms that are means over the same count, as cross entropy and a z-loss of the same tokens, are one path twice.
+    differ = len({len(reduction.terms) for reduction in found}) > 1 or are_terms_apart(counts, reductions)
+    if len(terms) > len(found) and (differ or any(term.kind != "mean" for term in terms)):
         return SEVERAL
     return CLAMPED if any(map(is_one, found)) else None

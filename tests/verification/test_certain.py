@@ -14,10 +14,10 @@ from autoaccum.loss.reductions import read
 from autoaccum.verification.certain import CLAMPED, PENALTIES, SEVERAL, why_uncertain
 from autoaccum.window.job import Job
 
-SIZES = (3, 2)
-OUTPUTS = torch.randn(5, 4, generator=torch.Generator().manual_seed(0)).requires_grad_()
-TARGETS = torch.tensor([0, -100, -100, 2, 1])
-MASK = torch.tensor([1.0, 0.0, 0.0, 1.0, 1.0])
+SIZES = (4, 2)
+OUTPUTS = torch.randn(6, 4, generator=torch.Generator().manual_seed(0)).requires_grad_()
+TARGETS = torch.tensor([0, 1, -100, -100, 2, 1])
+MASK = torch.tensor([1.0, 0.0, 0.0, 0.0, 1.0, 1.0])
 
 Loss = Callable[[slice], torch.Tensor]
 
@@ -34,9 +34,18 @@ def masked(part: slice) -> torch.Tensor:
     return (OUTPUTS[part, 0].square() * MASK[part]).sum() / MASK[part].sum().clamp(min=1)
 
 
+def twice(part: slice) -> torch.Tensor:
+    squares = OUTPUTS[part].logsumexp(1).square() * (TARGETS[part] != -100)
+    return ignoring(part) + 0.1 * squares.sum() / (TARGETS[part] != -100).sum()
+
+
+def in_some(part: slice) -> torch.Tensor:
+    return twice(part) + (mean(part) if part.start else 0)
+
+
 def found(loss: Loss, hypothesis: Hypothesis | None, stated: Sequence[Any] = (None, None)) -> str | None:
     job: Any = type("Stated", (), {"num_items": stated[0], "reduction": stated[1]})
-    reductions = [read(loss(slice(0, 3)), 3), read(loss(slice(3, 5)), 2)]
+    reductions = [read(loss(slice(0, 4)), 4), read(loss(slice(4, 6)), 2)]
     counts = [float(reduction.items) for reduction in reductions]
     return why_uncertain(cast(Job, job), hypothesis, SIZES, counts, reductions)
 
@@ -48,6 +57,8 @@ def found(loss: Loss, hypothesis: Hypothesis | None, stated: Sequence[Any] = (No
         (mean, "samples", None),
         (ignoring, "items", None),
         (lambda part: OUTPUTS[part].sum(), "sum", None),
+        (twice, "items", None),
+        (in_some, "items", SEVERAL),
         (lambda part: mean(part) + 0.1 * OUTPUTS[part].abs().mean(), "items", None),
         (lambda part: ignoring(part) + mean(part), "items", SEVERAL),
         (lambda part: ignoring(part) + mean(part), "samples", SEVERAL),
