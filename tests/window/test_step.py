@@ -169,6 +169,7 @@ class Told:
         self.found = list(found)
         self.seen: list[tuple[int, tuple[int, ...], int]] = []
         self.withheld: list[Any] = []
+        self.uncertain: str | None = None
 
     def begin_attempt(self, number: int, announce: Any, way: object, spare_bytes: int | None) -> None:
         """Do nothing."""
