@@ -65,9 +65,9 @@ _HOMES = {
 }
 
 _REMOVED = {
-    "moe_balancing": "leave it out, because a router loss is that of the full batch by default (accumulate='auto')",
+    "moe_balancing": "leave it out, because in one process a router loss is exact by default (accumulate='auto')",
 }
-"""What to do now without names that there were once."""
+"""Removed names, each with what to do instead."""
 
 _MODULES = ("callbacks", "errors", "events", "reporting", "schedules", "splits", "testing")
 

@@ -307,12 +307,11 @@ class _Check:
         """Measure by the rule that a run would choose; return the report."""
         weighted = None if accumulate == "joined" else self.report(started)
         can_join = why_not_joined(self._job, noise_scale=False, is_shared=False) is None
-        uncertain = None if weighted is None or not weighted.passed else self._uncertain
-        is_weighted = weighted is not None and weighted.passed and uncertain is None
+        is_weighted = weighted is not None and weighted.passed and self._uncertain is None
         if weighted is not None and (is_weighted or accumulate == "weighted" or not can_join):
             return weighted
         asked = "accumulate='joined' was passed"
-        reason = uncertain or (asked if weighted is None or weighted.notice is None else weighted.notice.cause)
+        reason = self._uncertain or (asked if weighted is None or weighted.notice is None else weighted.notice.cause)
         found = measure_joined(
             self._job, self._window, Layout(self._job.modules), most=self._window.num_samples, failed_on=self._failed_on
         )
@@ -448,7 +447,8 @@ class _Check:
         held = found[decision.hypothesis]
         self._failed_on = [] if decision.passed else verdict.failing(decision)
         items = [float(reduction.items) for reduction in shown.reductions]
-        self._uncertain = why_uncertain(self._job, decision.hypothesis, shown.sizes, items, shown.reductions)
+        if decision.passed:
+            self._uncertain = why_uncertain(self._job, decision.hypothesis, shown.sizes, items, shown.reductions)
         by_error = sorted(held.tensors.items(), key=lambda item: -math.inf if math.isnan(item[1]) else -item[1])
         rounded = notices.half_precision_notices(self._parameters)
         notice = rounded[0] if rounded else None

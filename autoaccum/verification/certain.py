@@ -1,8 +1,8 @@
-"""Says whether micro-batches are weighted by one certain count: that is what weighted windows are allowed for.
+"""Decides whether micro-batches may be weighted: only by one certain count.
 
-A measurement shows that a weight was right for a few samples of one window. It stays right where the weight is a count
-that all of the loss shares. Of a loss that adds several counts, or that clamps one, the next window may show what this
-one did not: the loss of such a run is computed once on the full batch instead (see ``docs/joined.md``).
+A measurement shows that a weight is right for a few samples of one window. If the whole loss is divided by the same
+count, the weight is right for other windows too. If terms have different counts, or a count is clamped, it may not be,
+and the run joins micro-batches instead (see ``docs/joined.md``).
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def why_uncertain(
     """Return why a weight that was measured to be right may be wrong for another window; None where it is certain.
 
     Args:
-        job: what is computed. What its user states is certain.
+        job: what is computed. A count or a reduction that the user passed is certain.
         hypothesis: what was measured.
         sizes: samples of each micro-batch of a window.
         counts: what each was found to count; 0 for none.
