@@ -306,7 +306,7 @@ class _Check:
     def in_force(self, accumulate: str, started: float) -> CheckReport:
         """Measure by the rule that a run would choose; return the report."""
         weighted = None if accumulate == "joined" else self.report(started)
-        can_join = why_not_joined(self._job, noise_scale=False, is_shared=False) is None
+        can_join = why_not_joined(self._job, noise_scale=False, is_sharded=False) is None
         is_weighted = weighted is not None and weighted.passed and self._uncertain is None
         if weighted is not None and (is_weighted or accumulate == "weighted" or not can_join):
             return weighted

@@ -60,7 +60,7 @@ from autoaccum.window.before import before_window_of, counting, loss_alone, shar
 from autoaccum.window.compilations import Compilations, captures, compiled_parts, graphs_refused
 from autoaccum.window.job import Job
 from autoaccum.window.joined import JoinableTransaction, why_not_joined
-from autoaccum.window.joining import SharedTransaction
+from autoaccum.window.joined_shares import JoinedShares
 from autoaccum.window.meter import Meter
 from autoaccum.window.modules import into_training
 from autoaccum.window.offloading import has_host_memory
@@ -373,9 +373,9 @@ def make_step(
     elif is_sharded:
         transaction = ShardedTransaction(job, group, **options)
     else:
-        transaction = SharedTransaction(job, group, compression=compression, **options)
+        transaction = JoinedShares(job, group=group, compression=compression, **options)
     examiner = Examiner(job, transaction, measure, verify=verify, strict=strict)
-    why = why_not_joined(job, noise_scale=noise_scale, is_shared=group is not None)
+    why = why_not_joined(job, noise_scale=noise_scale, is_sharded=is_sharded)
     if why is not None and accumulate == "joined":
         raise ConflictingArgumentsError("accumulate", "joined", *why)
     return Step(

@@ -146,7 +146,7 @@ class RowChecks:
             call.needs_grad = [isinstance(one, torch.Tensor) and one.requires_grad for one in found.again.outputs]
             columns.append([one.detach() if isinstance(one, torch.Tensor) else one for one in found.again.outputs])
             del found
-        for one, other in zip(outputs, call.joined(columns), strict=True):
+        for one, other in zip(outputs, call.joined(columns, [high - low for low, high in call.pieces]), strict=True):
             if isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor):
                 if one.shape != other.shape or one.dtype != other.dtype or not _agree(one, other):
                     raise NotRowsError(call.module, "its rows depend on each other")

@@ -13,7 +13,7 @@ from autoaccum.planning.attempts import Piece
 from autoaccum.planning.granules import MICRO
 from autoaccum.window.gradient import Gradient, Repeat
 from autoaccum.window.job import Job
-from autoaccum.window.split_calls import Layout, MovedError, NotRowsError, SplitCalls, UnknownCallError
+from autoaccum.window.split_calls import Layout, MovedError, NotRowsError, Ranks, SplitCalls, UnknownCallError
 from autoaccum.window.transaction import Transaction
 
 
@@ -27,6 +27,9 @@ class JoinableTransaction(Transaction):
     """Which modules are split in joined windows; None where windows are weighted."""
     unknown: UnknownCallError | None = None
     """A kind of call that was not measured, for which the window has to be run again once it is."""
+
+    _ranks: Ranks | None = None
+    """Those that run the other rows of its calls, where there are several."""
 
     def _begin_anew(self, num_samples: int = 0) -> None:
         super()._begin_anew(num_samples)
@@ -73,6 +76,8 @@ class JoinableTransaction(Transaction):
             is_new = isinstance(refused, MovedError) and not self.layout.is_copied(refused.module)
             (self.layout.copy if is_new else self.layout.open)(refused.module)
             return Repeat(sizes=sizes)
+        if not self._sizes:  # it was not run
+            return Repeat(sizes=sizes)
         outcome = super().finish()
         if isinstance(outcome, Repeat):
             return Repeat(sizes=sizes)
@@ -86,6 +91,7 @@ class JoinableTransaction(Transaction):
         split = SplitCalls(
             layout, sizes, self._job.device,
             generators=self.snapshot.generators(),
+            ranks=self._ranks,
             instead={id(bare): compiled} if compiled is not bare and not is_eager else None,
         )  # fmt: skip
         try:
@@ -105,10 +111,10 @@ class JoinableTransaction(Transaction):
         self.layout = None
 
 
-def why_not_joined(job: Job, *, noise_scale: bool, is_shared: bool) -> tuple[str, str] | None:
+def why_not_joined(job: Job, *, noise_scale: bool, is_sharded: bool) -> tuple[str, str] | None:
     """Return what stands against joined windows, with what to do; None where nothing does."""
-    if is_shared:
-        return "several ranks", "Ranks weigh their micro-batches: leave accumulate out, or run one process."
+    if is_sharded:
+        return "a model sharded by FSDP2", "Its ranks weigh their micro-batches: leave accumulate out."
     if noise_scale:
         return "noise_scale=True", "It is measured on weighted micro-batches: leave one of the two out."
     if job.window_loss is not None:

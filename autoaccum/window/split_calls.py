@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from enum import Enum
 from typing import Any, NamedTuple, Protocol
 
@@ -45,6 +45,9 @@ Rows = tuple[int, int]
 class NotRowsError(Exception):
     """A module's call cannot be split, so the module has to be opened."""
 
+    is_agreed = False
+    """Whether all ranks know of it."""
+
     def __init__(self, module: nn.Module, why: str) -> None:
         super().__init__(why)
         self.module = module
@@ -54,12 +57,16 @@ class UnknownCallError(NotRowsError):
     """A kind of call that was not measured: a module that was not called before, or is called otherwise."""
 
     def __init__(self, module: nn.Module, signature: str) -> None:
+        """Set up; ``signature`` is that of the call."""
         super().__init__(module, "it was not called like this where it was measured")
         self.signature = signature
 
 
 class MovedError(Exception):
     """The step has changed what a call needs to run again, so the call has to keep copies."""
+
+    is_agreed = False
+    """Whether all ranks know of it."""
 
     def __init__(self, module: nn.Module) -> None:
         super().__init__("an input, a buffer or a frozen parameter was changed after the call")
@@ -99,6 +106,10 @@ class Layout:
     def name(self, module: nn.Module) -> str:
         """Return a name that is the same in another process."""
         return self._names.get(id(module), "")
+
+    def module_of(self, name: str) -> nn.Module:
+        """Return the module of that name."""
+        return next(part for root in self.roots for part in root.modules() if self.name(part) == name)
 
     def name_in_model(self, module: nn.Module) -> str:
         """Return a module's name as the user knows it: in the model, or its class where it is a root."""
@@ -177,6 +188,26 @@ class Checks(Protocol):
         """Raise ``NotRowsError`` where it cannot."""
 
 
+class Ranks(Protocol):
+    """The processes that run a share of each call's rows: see ``joined_shares``."""
+
+    size: int
+    """How many there are."""
+    start: int
+    """The first sample of this one's share."""
+    num_samples: int
+    """Samples of all of them."""
+
+    def drawing(self, call: Call) -> AbstractContextManager[None]:
+        """Draw, within it, from random numbers of this rank's own."""
+
+    def gather(self, call: Call, outputs: Sequence[Any]) -> list[Any]:
+        """Return the outputs of all samples, where each rank passes those of its own."""
+
+    def sum(self, tensors: dict[int, torch.Tensor], like: dict[int, torch.Tensor]) -> dict[int, torch.Tensor]:
+        """Return the mean over ranks of tensors; one that a rank has not is 0 there, and has the shape of ``like``."""
+
+
 class SplitCalls:
     """Within it, the outermost calls of modules run by rows; use it as a context around forward and backward."""
 
@@ -190,24 +221,27 @@ class SplitCalls:
         instead: dict[int, nn.Module] | None = None,
         checks: Checks | None = None,
         draws: Draws | None = None,
+        ranks: Ranks | None = None,
     ) -> None:
         """Set up.
 
         Args:
             layout: which modules are split.
-            sizes: samples of each micro-batch.
+            sizes: samples of each micro-batch, of this rank where there are several.
             device: where modules compute.
             generators: those that modules draw from, besides the default ones.
             instead: what torch.compile has made of a module, by the module's id: that is what steps call.
             checks: measures calls, and opens modules as it finds them unfit; None: ``NotRowsError`` goes to the caller.
             draws: gives micro-batches their rows of recorded draws.
+            ranks: run the other rows of each call.
         """
         self.layout = layout
         self.device = device
-        self.num_samples = sum(sizes)
+        self.ranks = ranks
+        self.num_samples = sum(sizes) if ranks is None else ranks.num_samples
         self.pieces: list[tuple[int, int]] = []
         for size in sizes:
-            low = self.pieces[-1][1] if self.pieces else 0
+            low = self.pieces[-1][1] if self.pieces else 0 if ranks is None else ranks.start
             self.pieces.append((low, low + size))
         self.num_calls = 0
         """Calls that were split."""
@@ -258,7 +292,7 @@ class SplitCalls:
         """Return whether a call is not split: within another one, of one micro-batch, traced, or of another thread."""
         return (
             self._is_inside
-            or len(self.pieces) < 2
+            or (len(self.pieces) < 2 and self.ranks is None)
             or threading.get_ident() != self._thread
             or torch.compiler.is_compiling()
             or torch._C._are_functorch_transforms_active()
@@ -412,31 +446,36 @@ class Call:
         moving = self._moving()
         state = [version_of(one) for one in moving]
         before = split.draws.at() if split.draws is not None else None
+        # A rank without samples learns from those of another what the call returns.
+        pieces, is_empty = self.pieces or [(0, min(2, split.num_samples))], not self.pieces
         parts: list[list[Any]] = []
-        for index, (low, high) in enumerate(self.pieces):
-            if index and split.draws is not None:
-                self.begin_alike()
-            self.random.append(self.random_state())
-            found = self.forward_of(low, high, before)
-            if self.spec is not None and found.spec != self.spec:
-                raise NotRowsError(self.module, "its micro-batches return different structures")
-            self.spec = found.spec
-            if self.has_grad and index == len(self.pieces) - 1:
-                self.kept[index] = found.again
-            parts.append([one.detach() if isinstance(one, torch.Tensor) else one for one in found.again.outputs])
-            self.needs_grad = [isinstance(one, torch.Tensor) and one.requires_grad for one in found.again.outputs]
-            del found
-        if split.draws is not None:
-            split.draws.go(split.draws.at(), 0, split.num_samples)
-        if [version_of(tensor) for tensor in self.tensors] != versions:
-            raise NotRowsError(self.module, "it changes its inputs in place")
-        # Which was measured not to be so; but code may come to other branches.
-        if [version_of(one) for one in moving] != state or self.attributes.have_changed():
-            raise NotRowsError(self.module, "it moves state")
-        if split.draws is None and draws_elsewhere(self.random[0], self.random_state()):
-            raise NotRowsError(self.module, "it draws from a generator that is not PyTorch's")
+        with nullcontext() if split.ranks is None else split.ranks.drawing(self):
+            for index, (low, high) in enumerate(pieces):
+                if index and split.draws is not None:
+                    self.begin_alike()
+                self.random.append(self.random_state())
+                found = self.forward_of(low, high, before)
+                if self.spec is not None and found.spec != self.spec:
+                    raise NotRowsError(self.module, "its micro-batches return different structures")
+                self.spec = found.spec
+                if self.has_grad and index == len(pieces) - 1 and not is_empty:
+                    self.kept[index] = found.again
+                parts.append([one.detach() if isinstance(one, torch.Tensor) else one for one in found.again.outputs])
+                self.needs_grad = [isinstance(one, torch.Tensor) and one.requires_grad for one in found.again.outputs]
+                del found
+            if split.draws is not None:
+                split.draws.go(split.draws.at(), 0, split.num_samples)
+            if [version_of(tensor) for tensor in self.tensors] != versions:
+                raise NotRowsError(self.module, "it changes its inputs in place")
+            # Which was measured not to be so; but code may come to other branches.
+            if [version_of(one) for one in moving] != state or self.attributes.have_changed():
+                raise NotRowsError(self.module, "it moves state")
+            if split.draws is None and draws_elsewhere(self.random[0], self.random_state()):
+                raise NotRowsError(self.module, "it draws from a generator that is not PyTorch's")
         split.num_calls += 1
-        joined = self.joined(parts)
+        joined = self.joined(parts, [high - low for low, high in pieces])
+        if split.ranks is not None:
+            joined = split.ranks.gather(self, joined)
         if not self.has_grad or not any(self.needs_grad):
             self.kept.clear()
             return pytree.tree_unflatten(joined, self.spec)
@@ -580,13 +619,12 @@ class Call:
 
     # Outputs.
 
-    def joined(self, parts: list[list[Any]]) -> list[Any]:
+    def joined(self, parts: list[list[Any]], sizes: list[int]) -> list[Any]:
         """Join the outputs of all micro-batches; the lists are emptied on the way, for what they hold is large.
 
         Raises:
             NotRowsError: an output has no row for each sample.
         """
-        sizes = [high - low for low, high in self.pieces]
         known = None if self.known is None else self.known[1]
         count = sum(isinstance(one, torch.Tensor) for one in parts[0])
         joined: list[Any] = []
@@ -817,7 +855,9 @@ class _SplitCall(torch.autograd.Function):
         full: list[torch.Tensor | None] = [None] * len(tensors)
         if known:
             given = [gradients[at] for at in known]
-            if torch.is_grad_enabled():
+            if call.split.ranks is not None:
+                found = _go_back_of_share(call, call.split.ranks, known, wanted, tensors, given)
+            elif torch.is_grad_enabled():
                 found = _SplitGradient.apply(call, known, wanted, len(tensors), *tensors, *given)  # type: ignore[no-untyped-call]
             else:
                 found = _go_back(call, known, wanted, tensors, given, is_direct=True)
@@ -830,8 +870,11 @@ def _accumulates(tensor: torch.Tensor) -> bool:
     """Return whether the backward that is running adds to a parameter's ``.grad``, and nobody listens to that."""
     if not tensor.is_leaf:
         return True
-    if tensor._post_accumulate_grad_hooks or tensor._backward_hooks:
-        return False
+    return not (tensor._post_accumulate_grad_hooks or tensor._backward_hooks) and _is_added_to(tensor)
+
+
+def _is_added_to(tensor: torch.Tensor) -> bool:
+    """Return whether the backward that is running adds to a parameter's ``.grad``."""
     try:
         node = torch.autograd.graph.get_gradient_edge(tensor).node
         return bool(torch._C._will_engine_execute_node(node))
@@ -878,6 +921,34 @@ def _go_back(
                     sums[at] = gradient if at not in sums else sums[at] + gradient
             del found
     return [sums.get(at) for at in wanted]
+
+
+def _go_back_of_share(
+    call: Call,
+    ranks: Ranks,
+    known: Sequence[int],
+    wanted: Sequence[int],
+    tensors: Sequence[torch.Tensor],
+    gradients: Sequence[Any],
+) -> list[torch.Tensor | None]:
+    """Do the same for the rows of one rank of several.
+
+    Each rank goes back from the same loss divided by their number. So what arrives here is multiplied by it; parameters
+    get what this rank's rows add to their gradient, as in a window that is not joined, and the step's own code gets
+    that of all rows, divided again.
+
+    Raises:
+        NotRowsError: more is asked of the gradient than that it is added to parameters.
+    """
+    inputs = len(call.tensors)
+    is_own = [at >= inputs and tensors[at].is_leaf for at in wanted]  # a gradient that is summed at the window's end
+    if torch.is_grad_enabled() or not all(_is_added_to(tensors[at]) for at, own in zip(wanted, is_own) if own):
+        raise NotRowsError(call.module, "the step itself asks for its gradient")
+    found = _go_back(call, known, wanted, tensors, [g * ranks.size for g in gradients], is_direct=True)
+    like = {at: tensors[at] for at, own in zip(wanted, is_own, strict=True) if not own}
+    own = {at: g for at, g in zip(wanted, found, strict=True) if at in like and g is not None}
+    means = ranks.sum(own, like) if like else {}
+    return [means.get(at) if at in like else g for at, g in zip(wanted, found, strict=True)]
 
 
 def _gradient_of(

@@ -38,6 +38,7 @@ from autoaccum.window.examination import Examination, Examiner, Joiner
 from autoaccum.window.gradient import Gradient, Repeat
 from autoaccum.window.job import Job
 from autoaccum.window.joined import JoinableTransaction
+from autoaccum.window.joined_shares import JoinedShares
 from autoaccum.window.joining import Outcome, SharedTransaction, share_of_one
 from autoaccum.window.meter import Meter
 from autoaccum.window.optimizers import needs_closure
@@ -230,9 +231,12 @@ class Step:
         if self._accumulate == "joined" and not self._is_joined and window.num_samples > 1:
             self._join_at_once(window)
         self._due = False
+        group = self.transaction.group
         if self._is_joined and self._joiner is not None:
             self._due = self._joiner.is_due(self.transaction.snapshot.modes(), self.number + 1)
-        if self._due:
+            # Modules may count on one rank what they do not on another.
+            self._due = self._due if group is None else any(group.exchange(self._due))
+        if self._due and (group is None or group.is_first):
             # Where there is no memory for it, buffers and random states alone are put back to measure the window.
             with suppress(MemoryLimitError):
                 self._examiner.remember(self.number + 1)
@@ -247,7 +251,6 @@ class Step:
         # forward, and with them the very tensors that have to go.
         self._is_timed, self.examining_seconds = started is not None, 0.0
         # What a rank waits for others is no part of how fast its plans are.
-        group = self.transaction.group
         if group is not None:
             self._began, self._waited = clock.now(), group.waited_seconds
         while not isinstance(outcome := self._saving_memory(pieces, window), Gradient):
@@ -356,6 +359,11 @@ class Step:
             return self._joined_instead(outcome, window)
         if isinstance(outcome, Repeat) and self._is_joined:
             self._measure_unknown(window)
+        if isinstance(self.transaction, JoinedShares) and self.transaction.is_refused:
+            self._weigh(notices.joined_does_not_fit(self._reason))
+            self.transaction.has_room = True
+            self.tuner.start_over(saves=False)
+            outcome = Repeat(sizes=self.tuner.plan(window.num_samples, window.lengths))
         if isinstance(self.transaction, SharedTransaction):
             outcome = self._voted(self.transaction, outcome, pieces)
         # Whether there is a look is decided alike on all ranks, so by the samples of whoever looks.
@@ -446,7 +454,7 @@ class Step:
             found = self._examiner.examine(window, gradient, self.number + 1, room, self.meter.aside)
         else:
             before = group.waited_seconds
-            found = self._examined_by_the_first(group, measured_by_first(window), gradient, room)
+            found = self._examined_by_the_first(group, window, gradient, room)
             waited = group.waited_seconds - before  # which is left out with all that is waited for
         self.examining_seconds += now() - started - waited  # no part of what the window takes
         if self._examiner.withheld or self._examiner.uncertain is not None:
@@ -484,7 +492,10 @@ class Step:
         withheld = self._examiner.withheld
         self._reason = withheld[0][0].cause if withheld else self._examiner.uncertain or ""
         layout, found = self._measured_joined(window, None, room)
-        if layout is None or found is None or not found.passed or not self.saving.is_off:
+        group, is_off = self.transaction.group, self.saving.is_off
+        if not (is_off if group is None else all(group.exchange(is_off))):
+            return False
+        if layout is None or found is None or not found.passed:
             return False
         self._start_joined(layout, found)
         return True
@@ -515,12 +526,29 @@ class Step:
 
     def _measured_joined(self, window: Window, layout: Layout | None, room: int) -> tuple[Layout | None, Joined | None]:
         assert self._joiner is not None
-        number, how = self.number + 1, self._examiner.measured_by()
-        with self.meter.aside():
-            modes = self.transaction.snapshot.modes()
-            found = self._joiner.measure(window, layout, modes, number=number, reason=self._reason, most=room, **how)
-        self._why_not_joined = found[2]
-        return found[0], found[1]
+        joiner, number, how = self._joiner, self.number + 1, self._examiner.measured_by()
+        window = measured_by_first(window)
+
+        def measured() -> tuple[Layout | None, Joined | None, str]:
+            with self.meter.aside():
+                modes = self.transaction.snapshot.modes()
+                return joiner.measure(window, layout, modes, number=number, reason=self._reason, most=room, **how)
+
+        group = self.transaction.group
+        if group is None:
+            found, event, self._why_not_joined = measured()
+            return found, event
+
+        def told() -> tuple[Any, ...]:
+            found, *others = measured()
+            return None if found is None else found.state_dict(), *others, joiner.state_dict(), self._reason
+
+        state, event, self._why_not_joined, known, self._reason = group.from_first(told)
+        joiner.load_state_dict(known)
+        found = None if state is None else layout or Layout(self.job.modules)
+        if found is not None:
+            found.load_state_dict(state)
+        return found, event
 
     def _looked_at(self, window: Window, gradient: Gradient) -> Gradient | Repeat:
         """Measure a joined window, where one is due; return it, or that it is run again, for it was not exact."""
@@ -593,14 +621,16 @@ class Step:
     def _examined_by_the_first(self, group: Group, window: Window, gradient: Gradient, room: int) -> Examination:
         """Have the first rank examine a window for all, which go by what it has found."""
 
-        def examined() -> tuple[Any, dict[str, Any]]:
-            found = self._examiner.examine(window, gradient, self.number + 1, room, self.meter.aside)
-            return found, self._examiner.state_dict()
+        examiner, window = self._examiner, measured_by_first(window)
+
+        def examined() -> tuple[Any, ...]:
+            found = examiner.examine(window, gradient, self.number + 1, room, self.meter.aside)
+            return found, examiner.state_dict(), examiner.withheld, examiner.uncertain
 
         # What is measured runs forwards of its own, in which no rank speaks to another.
-        found, state = group.from_first(examined)
+        found, state, examiner.withheld, examiner.uncertain = group.from_first(examined)
         if not group.is_first:
-            self._examiner.load_state_dict(state)
+            examiner.load_state_dict(state)
             self.transaction.several.told = found.told
             self.transaction.signs.have_changed = self.transaction.signs.has_suspects = False
         return found  # type: ignore[no-any-return]
@@ -646,6 +676,9 @@ class Step:
                     return self.tuner.window(window.num_samples, window.lengths).following(pieces)
                 self.plans.replanned(smaller.replaced, smaller.sizes, "out of memory")
                 return smaller
+        if isinstance(self.transaction, JoinedShares) and self._is_joined and self._accumulate == "auto":
+            self.transaction.has_room = False  # which the others hear next
+            return pieces.again()
         if self._is_joined and self._accumulate == "auto":
             # What is held for the whole window leaves no room: weighted micro-batches hold nothing of each other.
             self._weigh(notices.joined_does_not_fit(self._reason))

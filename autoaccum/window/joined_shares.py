@@ -1,0 +1,295 @@
+"""Joined windows of several ranks: each runs its share of the rows of every call, and the step's own code runs on all.
+
+::
+
+    finish()      all tell each other the sizes of their micro-batches, and draw from the same random numbers
+    each call     each rank runs its rows, then all have the outputs of all rows
+    the loss      is the same on each rank, whose backward begins with 1 / ranks
+    each call     each rank goes back through its rows; the step's own code before it gets the gradient of all rows
+    the end       gradients are summed, as those of every window
+
+In each of these places ranks tell each other first whether they got there, so that none waits for one that has run out
+of memory: that one says so in the place in which the others are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import torch
+from torch.utils import _pytree as pytree
+
+from autoaccum.data.randomness import generator_state, get_state, seed_all, set_generator_state, set_state
+from autoaccum.planning.attempts import Piece
+from autoaccum.ranks.group import Group
+from autoaccum.ranks.shares import whole_of
+from autoaccum.window.gradient import Gradient, Repeat
+from autoaccum.window.joined import JoinableTransaction
+from autoaccum.window.joining import SharedTransaction, Told
+from autoaccum.window.split_calls import Call, Layout, MovedError, NotRowsError, UnknownCallError, cut
+
+
+class LeftError(Exception):
+    """Another rank has left the window, which all run again."""
+
+
+class Refused(NamedTuple):
+    """What a rank tells in the place of anything else where a module cannot be split."""
+
+    name: str
+    """Of the module."""
+    why: str
+    has_moved: bool
+    """Whether its calls are to keep copies."""
+    signature: str | None
+    """Of a call that was not measured."""
+
+    @staticmethod
+    def of(error: NotRowsError | MovedError, layout: Layout) -> Refused:
+        """Return what is told of an error."""
+        signature = error.signature if isinstance(error, UnknownCallError) else None
+        return Refused(layout.name(error.module), str(error), isinstance(error, MovedError), signature)
+
+    def error(self, layout: Layout) -> NotRowsError | MovedError:
+        """Return the error, of which all ranks know."""
+        module = layout.module_of(self.name)
+        found: NotRowsError | MovedError = NotRowsError(module, self.why)
+        if self.has_moved:
+            found = MovedError(module)
+        elif self.signature is not None:
+            found = UnknownCallError(module, self.signature)
+        found.is_agreed = True
+        return found
+
+
+class Begun(NamedTuple):
+    """What a rank tells at the beginning of a joined window."""
+
+    sizes: tuple[int, ...]
+    """Of its micro-batches."""
+    seed: int
+    generators: list[Any]
+    """The states of those that modules draw from, besides the default ones."""
+    batch: Any
+    """Its samples, where other ranks cannot read them."""
+    has_room: bool
+    """Whether joined windows fit."""
+
+
+class TogetherRanks:
+    """The ranks of a joined window, as its calls see them."""
+
+    def __init__(self, group: Group, layout: Layout, device: torch.device, sizes: Sequence[int]) -> None:
+        """Set up; ``sizes`` are the samples of each rank."""
+        self._group, self._layout, self._device = group, layout, device
+        self.size, self.start = group.size, sum(sizes[: group.rank])
+        self.num_samples = sum(sizes)
+        self._own = self.start, self.start + sizes[group.rank]
+
+    def hear(self, told: Any) -> list[Any]:
+        """Tell all ranks something, and return what each has told.
+
+        Raises:
+            LeftError: one of them has left the window.
+            NotRowsError: one of them has found that a module cannot be split.
+            MovedError: one of them has found that a module's calls have to keep copies.
+        """
+        heard = self._group.exchange(told)
+        if any(each is None for each in heard):
+            raise LeftError
+        for each in heard:
+            if isinstance(each, Refused):
+                raise each.error(self._layout)
+        return heard
+
+    @contextmanager
+    def drawing(self, call: Call) -> Iterator[None]:
+        """Draw, within it, from random numbers of this rank's own: dropout is not to be the same on all of them."""
+        seed = int(torch.randint(2**62, ()))
+        before, own = call.random_state()
+        seed_all(seed + self._group.rank, self._device)
+        try:
+            yield
+            if [str(generator_state(one)) for one, _ in own] != [str(state) for _, state in own]:
+                raise NotRowsError(call.module, "it draws from a generator of its own")
+        finally:
+            set_state(before, self._device)
+
+    def gather(self, call: Call, outputs: Sequence[Any]) -> list[Any]:
+        """Return the outputs of all samples, where each rank passes those of its own.
+
+        Raises:
+            NotRowsError: they do not belong together.
+        """
+        kinds, rows = [], iter(call.out_rows)
+        for one in outputs:
+            if not isinstance(one, torch.Tensor):
+                kinds.append(str(one) if isinstance(one, (bool, int, float, str)) else type(one).__name__)
+                continue
+            at = next(rows)
+            shape = list(one.shape)
+            if at is not None:
+                shape[at[0]] = at[1] * self.num_samples
+            kinds.append((tuple(shape), one.dtype, at))
+        if any(each != kinds for each in self.hear(kinds)):
+            error = NotRowsError(call.module, "its outputs differ between ranks")
+            error.is_agreed = True
+            raise error
+        return [
+            self._gathered(one, kind[0], kind[2]) if isinstance(one, torch.Tensor) and kind[2] is not None else one
+            for one, kind in zip(outputs, kinds, strict=True)
+        ]
+
+    def _gathered(self, own: torch.Tensor, shape: tuple[int, ...], rows: Any) -> torch.Tensor:
+        low, high = self._own
+        whole = own.new_zeros(shape)
+        if low < high:
+            cut(whole, rows, low, high).copy_(own)
+        if whole.numel():
+            # As bytes, of which all ranks but one have zeros: whatever they stand for, their sum is what that one has.
+            self._group.channel.begin_sum(whole.view(-1).view(torch.uint8))()
+        return whole
+
+    def sum(self, tensors: dict[int, torch.Tensor], like: dict[int, torch.Tensor]) -> dict[int, torch.Tensor]:
+        """Return the mean over ranks of tensors; one that a rank has not is 0 there, and has the shape of ``like``."""
+        there = sorted({at for each in self.hear(sorted(tensors)) for at in each})
+        found = {}
+        for at in there:
+            # Of its own, for what autograd has given may be somebody else's too.
+            summed = tensors[at].clone().contiguous() if at in tensors else torch.zeros_like(like[at]).contiguous()
+            flat = torch.view_as_real(summed) if summed.is_complex() else summed
+            if flat.numel():
+                self._group.channel.begin_sum(flat.view(-1))()
+            found[at] = summed.div_(self.size)
+        return found
+
+
+class Gathered:
+    """The samples of a window that no rank can read alone, told by all of them."""
+
+    lengths = None
+
+    def __init__(self, batch: Any, num_samples: int) -> None:
+        """Take them as one batch."""
+        self._batch, self.num_samples = batch, num_samples
+
+    def micro_batch(self, start: int, size: int) -> Any:
+        """Return all of them, which is all that is asked for."""
+        assert (start, size) == (0, self.num_samples)
+        return self._batch
+
+
+class JoinedShares(JoinableTransaction, SharedTransaction):
+    """A window of which several ranks run a share each, joined or not."""
+
+    has_room = True
+    """Whether joined windows fit this rank: if not, it has all ranks weigh their micro-batches."""
+    is_refused = False
+    """Whether some rank has none."""
+    _has_told = False  # whether others wait for what this rank tells next
+    _ranks: TogetherRanks | None = None  # of the joined window that runs
+
+    def begin(self, window: Any) -> None:
+        """Begin a window, of which a share was passed."""
+        super().begin(window)
+        if self.layout is not None:
+            self._sums_at_the_end()
+
+    def join(self, layout: Layout) -> None:
+        """Join windows from the next attempt on."""
+        super().join(layout)
+        self._sums_at_the_end()
+
+    def _sums_at_the_end(self) -> None:
+        # A parameter has its gradient once all calls of its module have run back.
+        self._overlaps = False
+        self._group.summing.expect([], self._compression)
+
+    def _begin_anew(self, num_samples: int = 0) -> None:
+        super()._begin_anew(num_samples)
+        self._has_told = self.is_refused = False
+        self._ranks = None
+
+    def _backward(self, accumulate: Any, size: int) -> None:
+        if self.layout is None:
+            super()._backward(accumulate, size)
+        else:
+            super(SharedTransaction, self)._backward(accumulate, size)
+
+    def _scaled(self, loss: torch.Tensor) -> torch.Tensor:
+        loss = super()._scaled(loss)
+        return loss if self._ranks is None else loss / self._ranks.size
+
+    @property
+    def is_waited_for(self) -> bool:
+        """Return whether others wait for what this rank has to tell next."""
+        return self._has_told or super().is_waited_for
+
+    def give_up(self) -> None:
+        """End an attempt that has failed on this rank, and in which others are."""
+        super().give_up()
+        if self.layout is not None:
+            self.own_sizes = tuple(self._cut)
+
+    def finish(self) -> Gradient | Repeat:
+        """Complete the gradient; run the window now where it is joined."""
+        if self.layout is None:
+            return super().finish()
+        sizes, share = tuple(self._cut), self._window
+        try:
+            outcome = super().finish()
+        except LeftError:
+            self._abandon()
+            outcome = Repeat(sizes=sizes)
+        finally:
+            self.own_sizes, self._window = sizes, share
+        if isinstance(outcome, Gradient):
+            return replace(outcome, sizes=self._all_sizes)
+        if not self.is_joined:  # all ranks know why
+            self._has_told = False
+        return outcome
+
+    def _run_joined(self, layout: Layout, sizes: tuple[int, ...]) -> NotRowsError | MovedError | None:
+        """Run the window with the other ranks; return what has refused to be split."""
+        device = self._job.device
+        seed = int(torch.randint(2**62, ()))
+        own, generators = get_state(device), list(self.snapshot.generators())
+        whole = whole_of(self._window)
+        samples = self._window.num_samples
+        batch = self._window.samples(range(samples)) if whole is None and samples else None
+        self._has_told = True
+        states = [generator_state(one) for one in generators]
+        begun: list[Begun] = self._group.exchange(Begun(sizes, seed, states, batch, self.has_room))  # type: ignore[arg-type]
+        if any(each is None for each in begun):
+            raise LeftError
+        self.is_refused = not all(each.has_room for each in begun)
+        if self.is_refused:
+            return None
+        self._all_sizes = tuple(size for each in begun for size in each.sizes)
+        ranks = self._ranks = TogetherRanks(self._group, layout, device, [sum(each.sizes) for each in begun])
+        if whole is None:
+            batches = [pytree.tree_map_only(torch.Tensor, lambda t: t.to(device), b.batch) for b in begun if b.sizes]
+            whole = Gathered(self._job.split.join(batches), ranks.num_samples)
+        # What the step itself draws is the same on all ranks.
+        seed_all(begun[0].seed, device)
+        for one, state in zip(generators, begun[0].generators, strict=True):
+            set_generator_state(one, state)
+        self._window = whole
+        refused = super()._run_joined(layout, sizes)
+        if refused is not None and not refused.is_agreed:
+            try:
+                ranks.hear(Refused.of(refused, layout))
+            except (NotRowsError, MovedError) as agreed:
+                refused = agreed.with_traceback(None)
+        set_state(own, device)
+        return refused
+
+    def _tell(self, own: Told) -> list[Told]:
+        """Return what each rank tells; of a joined window the first one tells for all."""
+        if self._ranks is not None and not self._group.is_first:
+            nothing: dict[str, Any] = {"sizes": (), "reductions": (), "losses": (), "counts": (), "late": ()}
+            own = replace(own, **nothing, dropped=(), norms={}, outputs={}, terms=None)
+        return super()._tell(own)
