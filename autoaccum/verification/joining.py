@@ -200,6 +200,7 @@ class Joiner:
         number: int,
         reason: str,
         most: int,
+        is_shared: bool = False,
         **how: Any,
     ) -> tuple[Layout | None, Joined | None, str]:
         """Measure a window.
@@ -211,6 +212,7 @@ class Joiner:
             number: of the window.
             reason: why windows are joined.
             most: samples that there is room for at once.
+            is_shared: whether several ranks run the window.
             how: see ``measure_joined``.
 
         Returns:
@@ -221,6 +223,8 @@ class Joiner:
         parameters = [p for module in self.job.modules for p in module.parameters()]
         if notices.has_backward_hooks(parameters):
             return None, None, "hooks that run once a gradient is accumulated would run in a measurement, too"
+        if is_shared and any(p._backward_hooks for p in parameters):
+            return None, None, "hooks of parameters see on each rank what its own samples add to the gradient"
         found = measure_joined(self.job, window, layout or Layout(self.job.modules), most=most, **how)
         if found.layout is None:
             return None, None, found.unmeasured

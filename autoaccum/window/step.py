@@ -183,6 +183,8 @@ class Step:
             self._forget(self._refusal)
             raise
         self.transaction.commit()
+        if self.transaction.group is not None and not self.transaction.group.is_first:
+            self._examiner.break_off()
         if not self.saving.is_off:
             self.saving.end_window()
         if refused is not None and self._refusal is not None:
@@ -228,7 +230,7 @@ class Step:
         is_weighed = self.saving.contest.is_open and plan is None and window.num_samples > 0
         if is_weighed:
             self.plans.weigh(window, self._smallest_batch(window))
-        if self._accumulate == "joined" and not self._is_joined and window.num_samples > 1:
+        if self._accumulate == "joined" and not self._is_joined and num_of_all_ranks(window) > 1:
             self._join_at_once(window)
         self._due = False
         group = self.transaction.group
@@ -328,6 +330,10 @@ class Step:
             spare = max(0, self.tuner.limits.target_bytes - self.meter.peak_bytes)  # below 0 where few samples run
             spare_bytes = None if self.tuner.search.is_on else spare
             self._examiner.begin_attempt(number, self.announcer.say_once, way, spare_bytes)
+        elif is_looked_at and self._examiner.joins:
+            # Where windows are joined after this one, it is run again on all ranks as if it never was.
+            with suppress(MemoryLimitError):
+                self._examiner.remember(number)
         sharded = self._sharded
         outcome: Gradient | Repeat | RanOut | Failure | NotSaved | Exception
         try:
@@ -526,15 +532,15 @@ class Step:
 
     def _measured_joined(self, window: Window, layout: Layout | None, room: int) -> tuple[Layout | None, Joined | None]:
         assert self._joiner is not None
+        group, window = self.transaction.group, measured_by_first(window)
         joiner, number, how = self._joiner, self.number + 1, self._examiner.measured_by()
-        window = measured_by_first(window)
+        how["is_shared"] = group is not None
 
         def measured() -> tuple[Layout | None, Joined | None, str]:
             with self.meter.aside():
                 modes = self.transaction.snapshot.modes()
                 return joiner.measure(window, layout, modes, number=number, reason=self._reason, most=room, **how)
 
-        group = self.transaction.group
         if group is None:
             found, event, self._why_not_joined = measured()
             return found, event
