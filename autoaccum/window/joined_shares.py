@@ -23,7 +23,6 @@ import torch
 from torch.utils import _pytree as pytree
 
 from autoaccum.data.randomness import generator_state, get_state, seed_all, set_generator_state, set_state
-from autoaccum.planning.attempts import Piece
 from autoaccum.ranks.group import Group
 from autoaccum.ranks.shares import whole_of
 from autoaccum.window.gradient import Gradient, Repeat
@@ -124,7 +123,8 @@ class TogetherRanks:
         Raises:
             NotRowsError: they do not belong together.
         """
-        kinds, rows = [], iter(call.out_rows)
+        kinds: list[Any] = []
+        rows = iter(call.out_rows)
         for one in outputs:
             if not isinstance(one, torch.Tensor):
                 kinds.append(str(one) if isinstance(one, (bool, int, float, str)) else type(one).__name__)
@@ -257,12 +257,12 @@ class JoinedShares(JoinableTransaction, SharedTransaction):
         device = self._job.device
         seed = int(torch.randint(2**62, ()))
         own, generators = get_state(device), list(self.snapshot.generators())
-        whole = whole_of(self._window)
+        whole: Any = whole_of(self._window)
         samples = self._window.num_samples
         batch = self._window.samples(range(samples)) if whole is None and samples else None
         self._has_told = True
         states = [generator_state(one) for one in generators]
-        begun: list[Begun] = self._group.exchange(Begun(sizes, seed, states, batch, self.has_room))  # type: ignore[arg-type]
+        begun: list[Begun] = self._group.exchange(Begun(sizes, seed, states, batch, self.has_room))
         if any(each is None for each in begun):
             raise LeftError
         self.is_refused = not all(each.has_room for each in begun)

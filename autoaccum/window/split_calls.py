@@ -941,11 +941,11 @@ def _go_back_of_share(
         NotRowsError: more is asked of the gradient than that it is added to parameters.
     """
     inputs = len(call.tensors)
-    is_own = [at >= inputs and tensors[at].is_leaf for at in wanted]  # a gradient that is summed at the window's end
-    if torch.is_grad_enabled() or not all(_is_added_to(tensors[at]) for at, own in zip(wanted, is_own) if own):
+    summed = {at for at in wanted if at >= inputs and tensors[at].is_leaf}  # at the window's end
+    if torch.is_grad_enabled() or not all(_is_added_to(tensors[at]) for at in summed):
         raise NotRowsError(call.module, "the step itself asks for its gradient")
     found = _go_back(call, known, wanted, tensors, [g * ranks.size for g in gradients], is_direct=True)
-    like = {at: tensors[at] for at, own in zip(wanted, is_own, strict=True) if not own}
+    like = {at: tensors[at] for at in wanted if at not in summed}
     own = {at: g for at, g in zip(wanted, found, strict=True) if at in like and g is not None}
     means = ranks.sum(own, like) if like else {}
     return [means.get(at) if at in like else g for at, g in zip(wanted, found, strict=True)]
