@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import gc
+import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -36,13 +38,17 @@ from autoaccum.planning.trials import Trials
 from autoaccum.training.metrics import Metrics, SharedTree, Sums
 from autoaccum.training.validation_losses import CountedLosses, Loss, Losses, OneLoss, SeveralTerms
 from autoaccum.training.validation_losses import read as read_all
+from autoaccum.verification.joining import COUNTS, sizes_of
+from autoaccum.verification.rows import RowChecks
 from autoaccum.window.attributes import Attributes
 from autoaccum.window.before import Sharing
+from autoaccum.window.joined import joining
 from autoaccum.window.outputs import Outputs
 from autoaccum.window.precision import Autocast
 from autoaccum.window.raised import is_told, tell_micro_batch
 from autoaccum.window.single_samples import may_need_another
 from autoaccum.window.snapshot import Snapshot
+from autoaccum.window.split_calls import Layout, NotRowsError
 from autoaccum.window.terms import Terms
 
 # The ways to read off a loss what it is a mean over; checkpoints keep these names. Each costs the memory of a graph,
@@ -99,6 +105,7 @@ class Validator:
             metrics: what else is reported.
         """
         self._metrics = metrics
+        self._called = model
         self._model = model if metrics is None else metrics.model
         self._modules = list({id(m): m for root in modules for m in root.modules()}.values())
         self._source = source
@@ -106,6 +113,8 @@ class Validator:
         self._num_items = num_items
         self._sharing: Sharing | None = None
         self._window_samples = 0
+        self._trained_layout: Callable[[], Layout | None] = lambda: None
+        self._layout: Layout | None = None  # of joined windows; None where losses of micro-batches are averaged
         self._autocast = autocast
         self._device = device
         self._memory = memory
@@ -163,9 +172,16 @@ class Validator:
         with self._evaluating():
             ceiling = max(training_micro_batch, self._fewest)
 
+            self._begin_joined()
+
             def size(seen: int) -> int:
                 """Return how many samples to read next: all that are left, where fewer than may be would remain."""
                 wanted, total = self._trials.size(ceiling), self._source.num_samples
+                if self._layout is not None:
+                    left = math.inf if total is None else total - seen
+                    # Two halves rather than a window and a few samples more, which would be of another loss.
+                    is_odd = self._window_samples < left < 2 * self._window_samples
+                    return -(-int(left) // 2) if is_odd else self._window_samples
                 if total is None or not wanted < total - seen < wanted + self._fewest:
                     return wanted
                 return total - seen
@@ -175,11 +191,12 @@ class Validator:
             # As many samples are asked for as are run at once. Nothing has to be undone when they do not fit: those
             # that are left are run in smaller pieces.
             while (window := self._next_window(reader, size(num_samples))) is not None:
-                for piece in self._trials.window(window.num_samples, ceiling):
+                for piece in self._pieces(window, ceiling):
                     if isinstance(outcome := self._try(window, piece), Shortage):
                         self._make_do(outcome, piece, patience)
                         continue
-                    losses.add(piece.size, outcome)
+                    losses.add(piece.size if self._layout is None else window.num_samples, outcome)
+                    self._is_done = True
                     largest = max(largest, piece.size)
                 num_samples += window.num_samples
         if num_samples == 0:
@@ -221,6 +238,70 @@ class Validator:
         """Let micro-batches share what a ``before_window`` returns for so many samples at once."""
         # Not for each micro-batch, whose size is decided by memory: the loss would depend on it.
         self._sharing, self._window_samples = sharing, num_samples
+
+    def join(self, layout: Callable[[], Layout | None], num_samples: int) -> None:
+        """Compute the loss of windows of so many samples at once while windows of training are joined.
+
+        Args:
+            layout: () -> how their modules are split; None where they are weighted.
+            num_samples: of each window, but for the last two.
+        """
+        self._trained_layout, self._window_samples = layout, num_samples
+
+    def _begin_joined(self) -> None:
+        """Join windows if those of training are; what is split there may have to be opened here, too."""
+        trained = self._trained_layout()
+        if trained is None:
+            self._layout = None
+            return
+        if self._layout is None:
+            self._layout = Layout(trained.roots)
+        for module in trained.opened():
+            self._layout.open(module)
+
+    def _pieces(self, window: Window, ceiling: int) -> Iterator[Piece]:
+        """Yield the pieces of a window; of a joined one the first micro-batch, until all of them fit."""
+        if self._layout is None:
+            yield from self._trials.window(window.num_samples, ceiling)
+            return
+        self._is_done = False
+        while not self._is_done:
+            size = min(self._trials.size(ceiling), window.num_samples)
+            yield Piece(0, size, is_trial=size > self._trials.largest)
+
+    def _joined_outcome(self, layout: Layout, window: Window, size: int) -> tuple[Loss, Sums, Outputs]:
+        """Compute the loss of a whole window, by micro-batches of ``size`` samples."""
+        count = window.num_samples
+        sizes = [size] * (count // size) + [count % size] * (count % size > 0)
+        if not layout.rows and count > 2:
+            self._measure_calls(layout, window)
+        while True:
+            state = randomness.get_state(self._device)
+            try:
+                with joining(self._called, layout, sizes, self._device):
+                    return self._outcome(lambda: window.micro_batch(0, count), count)
+            except NotRowsError as error:
+                layout.open(error.module)
+            randomness.set_state(state, self._device)
+
+    def _measure_calls(self, layout: Layout, window: Window) -> None:
+        """Find out by a few samples where the rows of each call lie, and which modules have to be opened."""
+
+        def measured(few: int) -> None:
+            state = randomness.get_state(self._device)
+            try:
+                with joining(self._called, layout, sizes_of(few), self._device, checks=RowChecks()):
+                    self._without_graph(window.micro_batch(0, few))
+            finally:
+                self._computed = None
+                randomness.set_state(state, self._device)
+
+        for few in (count for count in COUNTS if count <= window.num_samples):
+            try:
+                if not isinstance(attempt(partial(measured, few)), RanOut):
+                    return
+            except Exception:  # of a step that wants the whole window: shapes tell where its rows lie
+                return
 
     def _next_window(self, reader: Reader, num_samples: int) -> Window | None:
         """Return the next samples: as many as are run at once, or a window of the run's where one shares anything."""
@@ -363,7 +444,11 @@ class Validator:
         is_measured = piece.is_trial or not self._is_enforced
         if is_measured:
             self._memory.reset_peak()
-        outcome = attempt(lambda: self._outcome(lambda: window.micro_batch(piece.start, piece.size), piece.size))
+        layout = self._layout
+        if layout is None:
+            outcome = attempt(lambda: self._outcome(lambda: window.micro_batch(piece.start, piece.size), piece.size))
+        else:
+            outcome = attempt(lambda: self._joined_outcome(layout, window, piece.size))
         if isinstance(outcome, RanOut):
             return self._ran_out(piece, outcome)
         loss, sums, outputs = outcome
@@ -430,6 +515,8 @@ class Validator:
         counted = None if self._num_items is None else count_items(self._num_items, batch)
         if counted is not None:
             return self._counted(batch, size, counted)
+        if self._layout is not None:
+            return OneLoss(self._without_graph(batch), Reduction(size), size)
         ways, is_untold = list(self._ways), False
         while self._ways:
             try:

@@ -25,7 +25,7 @@ from autoaccum.window.job import Job
 from autoaccum.window.split_calls import Layout, MovedError, NotRowsError, SplitCalls, called_children
 from autoaccum.window.state import State
 
-_COUNTS = (7, 5, 3, 2)
+COUNTS = (7, 5, 3, 2)
 """Samples that are measured, the first of these that there are: odd ones are seldom another extent of a tensor."""
 _SIZES = {7: (3, 2, 2), 5: (1, 2, 2), 3: (1, 2), 2: (1, 1)}
 """Their micro-batches: of sizes that differ, to tell the dimension of samples, and at odds with groups of two."""
@@ -106,7 +106,7 @@ def measure_joined(
     """
     how: dict[str, Any] = {"written": list(written), "rewind": rewind, "like": like}
     run = partial(_measured, job, window, layout, how=how)
-    counts = [count for count in _COUNTS if count <= min(window.num_samples, most)]
+    counts = [count for count in COUNTS if count <= min(window.num_samples, most)]
     outcome: JoinedVerdict | RanOut = JoinedVerdict(unmeasured="there is no room for two samples at once")
     for count in counts:
         outcome = attempt(lambda count=count: run(choose(window, window.num_samples, count)))  # type: ignore[misc]

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from contextlib import nullcontext
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -85,17 +86,9 @@ class JoinableTransaction(Transaction):
 
     def _run_joined(self, layout: Layout, sizes: tuple[int, ...]) -> NotRowsError | MovedError | None:
         """Run the window; return what has refused to be split."""
-        compiled: Any = self._job.model
-        bare: Any = getattr(compiled, "_orig_mod", compiled)
-        is_eager = compiled is not bare and layout.is_opened(bare)
-        split = SplitCalls(
-            layout, sizes, self._job.device,
-            generators=self.snapshot.generators(),
-            ranks=self._ranks,
-            instead={id(bare): compiled} if compiled is not bare and not is_eager else None,
-        )  # fmt: skip
+        options: dict[str, Any] = {"generators": self.snapshot.generators(), "ranks": self._ranks}
         try:
-            with torch.compiler.set_stance("force_eager") if is_eager else nullcontext(), split:
+            with joining(self._job.model, layout, sizes, self._job.device, **options):
                 super().add(Piece(0, self._num_samples))
         except (NotRowsError, MovedError) as error:
             return error.with_traceback(None)
@@ -109,6 +102,27 @@ class JoinableTransaction(Transaction):
     def weigh(self) -> None:
         """Weigh micro-batches from the next attempt on."""
         self.layout = None
+
+
+@contextmanager
+def joining(
+    model: Any, layout: Layout, sizes: Sequence[int], device: torch.device, **options: Any
+) -> Iterator[SplitCalls]:
+    """Within it, split the calls of modules into micro-batches, compiled ones too.
+
+    Args:
+        model: what the step calls, which torch.compile may have made.
+        layout: which modules are split.
+        sizes: samples of each micro-batch.
+        device: where modules compute.
+        options: further ones of ``SplitCalls``.
+    """
+    bare = getattr(model, "_orig_mod", model)
+    is_eager = model is not bare and layout.is_opened(bare)
+    instead = {id(bare): model} if model is not bare and not is_eager else None
+    with torch.compiler.set_stance("force_eager") if is_eager else nullcontext():
+        with SplitCalls(layout, sizes, device, instead=instead, **options) as split:
+            yield split
 
 
 def why_not_joined(job: Job, *, noise_scale: bool, is_sharded: bool) -> tuple[str, str] | None:

@@ -15,7 +15,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 import autoaccum
-from autoaccum.events import Joined, Notice, Replanned
+from autoaccum.events import Joined, Notice, Replanned, Validated
 from autoaccum.testing import oom_at, simulated_memory
 from autoaccum.verification import certain
 from tests.faults import Operations, strides
@@ -716,3 +716,72 @@ def test_a_window_that_does_not_fit_is_joined_in_less_memory() -> None:
     assert [event for event in events if isinstance(event, Joined)]
     assert other == pytest.approx(loss, rel=1e-4)
     assert joined < 0.75 * whole
+
+
+class Centred(nn.Module):
+    """Compares samples in its own code, in eval mode too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = body(), nn.Sequential(nn.BatchNorm1d(4), nn.Linear(4, 3), nn.Dropout(0.3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        hidden = self.first(x)
+        return self.second(hidden - hidden.mean(0))
+
+
+@pytest.mark.parametrize(("samples", "windows"), [(32, [8, 8, 8, 8]), (26, [8, 8, 5, 5]), (9, [5, 4]), (3, [3])])
+@pytest.mark.parametrize("micro_batch", [3, 8])
+def test_a_validation_is_of_the_loss_of_whole_windows(samples: int, windows: list[int], micro_batch: int) -> None:
+    torch.manual_seed(0)
+    held_out = torch.randn(samples, 5), torch.randint(0, 3, (samples,))
+    seen = []
+
+    def outputs(model: nn.Module, batch: Any) -> torch.Tensor:
+        seen.append(model.first[0].training)
+        return model(batch[0]).square().mean(1)
+
+    options: dict[str, Any] = {"validation_data": held_out, "validate_every": 1, "metrics": {"size": outputs}}
+    step = lambda model, batch: contrast(model(batch[0])) + F.cross_entropy(model(batch[0]), batch[1])  # noqa: E731
+    found = autoaccum.fit(
+        Centred(), plain_data(24), effective_batch=8, training_step=step, micro_batch=micro_batch, steps=1,
+        accumulate="joined", device="cpu", cache=False, progress=False, **options,
+    )  # fmt: skip
+    (event,) = [one for one in found.events if isinstance(one, Validated)]
+    model = found.model.eval()
+    with torch.no_grad():
+        parts = zip(*(one.split(windows) for one in held_out), strict=True)
+        losses = [len(part[0]) * float(step(model, part)) for part in parts]
+        sizes = [float(model(part).square().mean(1).sum()) for part in held_out[0].split(windows)]
+    assert event.loss == pytest.approx(sum(losses) / samples, rel=1e-12)
+    assert event.metrics["size"] == pytest.approx(sum(sizes) / samples, rel=1e-12)
+    assert event.micro_batch <= micro_batch
+    assert not any(seen)
+    assert model.second[0].num_batches_tracked == 2, "by the two calls of the step that was trained"
+
+
+class Narrow(nn.Module):
+    """Has no memory for more than two samples where it is evaluated."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = body()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if not self.training and len(x) > 2:
+            raise torch.OutOfMemoryError("CUDA out of memory.")
+        return self.inner(x)
+
+
+def test_a_validation_that_does_not_fit_is_joined_in_smaller_micro_batches() -> None:
+    torch.manual_seed(0)
+    held_out = plain_data(20)
+    found = autoaccum.fit(
+        Narrow(), plain_data(24), effective_batch=8, training_step=encoder, micro_batch=4, steps=1, device="cpu",
+        cache=False, progress=False, validation_data=held_out, validate_every=1, accumulate="joined",
+    )  # fmt: skip
+    (event,) = [one for one in found.events if isinstance(one, Validated)]
+    with torch.no_grad():
+        expected = sum(len(part) * float(contrast(found.model.inner(part))) for part in held_out[0].split([8, 6, 6]))
+    assert event.loss == pytest.approx(expected / 20, rel=1e-12)
+    assert event.micro_batch == 2
