@@ -596,9 +596,8 @@ def validator_of(
     validator.mends_ones = lambda: "items or one" in (kinds_in(step.transaction.hypothesis) or {}).values()
     if (sharing := sharing_of(step.job)) is not None:
         validator.share(sharing, checked[schedule_of].at(Progress()))
-    if isinstance(step.transaction, JoinableTransaction):
-        transaction = step.transaction
-        validator.join(lambda: transaction.layout, checked[schedule_of].at(Progress()))
+    if isinstance(joinable := step.transaction, JoinableTransaction):
+        validator.join(lambda: joinable.layout, checked[schedule_of].at(Progress()))
     if metrics:
         # On the model as it is: a compiled one would be compiled for batches of one sample and of two.
         tried = Metrics(metrics, arguments.model, of=of, autocast=context, split=step.job.split)

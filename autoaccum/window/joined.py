@@ -120,9 +120,9 @@ def joining(
     bare = getattr(model, "_orig_mod", model)
     is_eager = model is not bare and layout.is_opened(bare)
     instead = {id(bare): model} if model is not bare and not is_eager else None
-    with torch.compiler.set_stance("force_eager") if is_eager else nullcontext():
-        with SplitCalls(layout, sizes, device, instead=instead, **options) as split:
-            yield split
+    split = SplitCalls(layout, sizes, device, instead=instead, **options)
+    with torch.compiler.set_stance("force_eager") if is_eager else nullcontext(), split:
+        yield split
 
 
 def why_not_joined(job: Job, *, noise_scale: bool, is_sharded: bool) -> tuple[str, str] | None:
