@@ -6,8 +6,8 @@
 Convolutional nets with 1, 3 and 5 layers of BatchNorm train on the same windows, cut into four micro-batches, or whole;
 all of one net take turns in one process. A figure is the median over the rounds of a window's time, its ratio that of
 the rounds' ratios to ``"micro"``, which is PyTorch's own. The first windows, of which something is measured, are left
-out. ``"window"`` is compared with whole windows too: the largest difference of any weight or running statistic after
-all of them, in 64 bits.
+out. ``accumulate="joined"`` is compared with whole windows too: the largest difference of any weight or running
+statistic after all of them, in 64 bits.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ WAYS: dict[str, dict[str, Any]] = {
     "frozen": {"batch_norm": "frozen", "micro_batch": MICRO_BATCH},
     "ghost:16": {"batch_norm": "ghost:16", "micro_batch": MICRO_BATCH},
     "ghost:4": {"batch_norm": "ghost:4", "micro_batch": MICRO_BATCH},
-    "window": {"batch_norm": "window", "micro_batch": MICRO_BATCH},
+    "joined": {"accumulate": "joined", "micro_batch": MICRO_BATCH},
     "the whole window": {"batch_norm": "micro", "micro_batch": WINDOW},
 }
 
@@ -69,8 +69,8 @@ def trained(layers: int, dtype: torch.dtype, **options: Any) -> tuple[float, nn.
 
 
 def off(layers: int) -> float:
-    """Return by how much ``"window"`` is off whole windows, in 64 bits."""
-    states = [trained(layers, torch.float64, **WAYS[way])[1].state_dict() for way in ("window", "the whole window")]
+    """Return by how much ``accumulate="joined"`` is off whole windows, in 64 bits."""
+    states = [trained(layers, torch.float64, **WAYS[way])[1].state_dict() for way in ("joined", "the whole window")]
     return max(float((value - states[1][name]).abs().max()) for name, value in states[0].items())
 
 
@@ -89,7 +89,7 @@ def main() -> None:
         difference = off(layers)
         for way, seconds in times.items():
             ratio = statistics.median(own / plain for own, plain in zip(seconds, times["micro"], strict=True))
-            exact = f"{difference:.1e}" if way == "window" else ""
+            exact = f"{difference:.1e}" if way == "joined" else ""
             rows.append([str(layers), way, f"{statistics.median(seconds) * 1e3:.1f}", f"{ratio:.2f}", exact])
     write_table(
         "batch_norm",

@@ -16,29 +16,22 @@ from autoaccum.planning import cuts
 OF_FEW = 4
 """Measure with groups of so many samples: statistics of two are a sign, whose gradient is next to nothing."""
 
-MOST_LAYERS = 5
-"""BatchNorm layers that ``batch_norm="window"`` takes, unless more are asked for; six times the time and more."""
-
 
 @dataclass(frozen=True, slots=True)
 class Statistics:
     """Whose statistics BatchNorm layers in training mode normalise by."""
 
-    kind: Literal["micro", "ghost", "window", "frozen"] = "micro"
-    """Those of a micro-batch, of groups of the window, of all of it, or the running ones, which stay as they are."""
+    kind: Literal["micro", "ghost", "frozen"] = "micro"
+    """Those of a micro-batch, of groups of the window, or the running ones, which stay as they are."""
     group: int = 1
     """Samples of a group; 1 where there are no groups."""
-    most: int = MOST_LAYERS
-    """Layers that may be normalised by the whole window, each of which costs about as much as a plain window."""
 
     def of_few(self) -> Statistics:
         """Return the same of groups that are no larger than they have to be, so that few samples show what they do."""
-        return Statistics(self.kind, min(self.group, OF_FEW), self.most)
+        return Statistics(self.kind, min(self.group, OF_FEW))
 
     def __str__(self) -> str:
         """Return it as users write it."""
-        if self.kind == "window" and self.most != MOST_LAYERS:
-            return f"window:{self.most}"
         return f"ghost:{self.group}" if self.kind == "ghost" else self.kind
 
 

@@ -112,8 +112,7 @@ def check(
         state: how often state that forwards change (momentum encoders, spectral norms, codebooks) moves: micro-batch:
             with each; window: once, as the last micro-batch leaves it, and all of a window find the same.
         batch_norm: whose statistics BatchNorm normalises by in training: micro: those of a micro-batch; ghost:32: of
-            each 32 samples of the window, whatever the micro-batch; window: of all of it, in L + 1.5 times the time for
-            L layers; frozen: the running ones, which stay.
+            each 32 samples of the window, whatever the micro-batch; frozen: the running ones, which stay.
         accumulate: how micro-batches make the gradient: weighted: by what their losses count; joined: the loss is
             computed once, on the outputs of all of them, which run again in backward; auto: joined where weighted is
             not exact.

@@ -357,8 +357,7 @@ class FitArguments:
     # Not in a measurement alone: a model with BatchNorm is another one for each of these.
     batch_norm: str = option(
         "whose statistics BatchNorm normalises by in training: micro: those of a micro-batch; ghost:32: of each 32 "
-        "samples of the window, whatever the micro-batch; window: of all of it, in L + 1.5 times the time for L "
-        "layers; frozen: the running ones, which stay.",
+        "samples of the window, whatever the micro-batch; frozen: the running ones, which stay.",
         default="micro",
         check=statistics_of,
         decides="training",

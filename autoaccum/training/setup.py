@@ -55,7 +55,6 @@ from autoaccum.verification.examiner import Examiner
 from autoaccum.verification.joining import Joiner
 from autoaccum.verification.verdict import measure
 from autoaccum.window.batch_norm import refuse_unseen, statistics_of
-from autoaccum.window.batch_norm_passes import ThroughWindow
 from autoaccum.window.before import before_window_of, counting, loss_alone, sharing_of
 from autoaccum.window.compilations import Compilations, captures, compiled_parts, graphs_refused
 from autoaccum.window.job import Job
@@ -329,8 +328,8 @@ def make_step(
             compiled to CUDA graphs.
     """
     compiled, memory, limit = compiled_of(job), place.memory, place.limit
-    is_shared, is_sharded = group is not None, group is not None and bool(units_of(job.modules[0]))
-    refuse_unseen(job.batch_norm, job.model, job.modules, is_shared=is_shared, is_sharded=is_sharded)
+    is_sharded = group is not None and bool(units_of(job.modules[0]))
+    refuse_unseen(job.batch_norm, job.model, job.modules, is_sharded=is_sharded)
     smallest = smallest_micro_batch(job.modules, job.batch_norm)
     # Refused and not raised in silence: whoever passes 1 may count on what one sample takes.
     for name, value in (("micro_batch", micro_batch), ("max_micro_batch", max_micro_batch)):
@@ -366,8 +365,6 @@ def make_step(
         transaction = SharedTwoPasses(job, group=group, compression=compression, **options)
     elif job.window_loss is not None:
         transaction = TwoPasses(job, **options)
-    elif job.batch_norm.kind == "window":
-        transaction = ThroughWindow(job, **options)
     elif group is None:
         transaction = JoinableTransaction(job, **options)
     elif is_sharded:

@@ -264,7 +264,6 @@ class Examiner:
             if self._is_first:
                 trained = [p for p in self._parameters if p.requires_grad]
                 said.extend(notices.half_precision_notices(trained))
-                said.extend(notices.passes_notices(self._job.modules, self._job.batch_norm))
                 # Where micro-batches of such a loss are measured it is for their noise.
                 if self._job.window_loss is not None and gradient.parts:
                     said.append(notices.noise_notice())

@@ -14,14 +14,14 @@ from autoaccum.loss.conclusions import DIVIDED_LATER, conclude, proportional
 from autoaccum.loss.coupling import count_batch_norms
 from autoaccum.loss.hypotheses import SUMS, Hypothesis, in_words
 from autoaccum.loss.terms import Reduction
-from autoaccum.planning.granules import MICRO, MOST_LAYERS, Statistics
+from autoaccum.planning.granules import MICRO, Statistics
 from autoaccum.verification.findings import FOREIGN, Cause, Decision
 
 # Each names its cause so that it can be found in the user's code, and a cure that can be tried. One is told from
 # another by its consequence, which therefore holds no numbers: it is said once in a run.
 
 
-_REGROUP = "Pass batch_norm='ghost:32' or 'frozen', or '{}', which is exact and slower; use GroupNorm or LayerNorm"
+_REGROUP = "Pass accumulate='joined', which is exact, or batch_norm='ghost:32' or 'frozen'; use GroupNorm or LayerNorm"
 _CONVERT = "Use GroupNorm or LayerNorm"
 
 
@@ -34,12 +34,11 @@ def batch_norm_notices(
     """
     # Only those that normalise by a batch: by running statistics no sample meets another.
     layers = count_batch_norms(modules)
-    whole = Statistics("window", most=max(layers, MOST_LAYERS))  # as many as there are, or it would be refused
     notice = Notice(
         cause=f"The model holds {layers} BatchNorm layer{'s' if layers > 1 else ''} in training mode",
         consequence="Each normalises by the statistics of a micro-batch instead of the window, so that the gradient "
         "depends on how windows are cut",
-        cure=f"{_CONVERT if embeds else _REGROUP.format(whole)} (autoaccum.convert_batch_norm), put the BatchNorm "
+        cure=f"{_CONVERT if embeds else _REGROUP} (autoaccum.convert_batch_norm), put the BatchNorm "
         "layers in eval mode, or pass micro_batch= the whole window if it fits",
     )
     if statistics.kind != "micro":  # a layer that computes what it does by itself
@@ -50,17 +49,6 @@ def batch_norm_notices(
             "autoaccum.convert_batch_norm(model)",
         )
     return [notice] if layers else []
-
-
-def passes_notices(modules: Sequence[nn.Module], statistics: Statistics) -> list[Notice]:
-    """Return what to say when windows are cut whose BatchNorm layers normalise by the statistics of all of them."""
-    layers = count_batch_norms(modules)
-    notice = Notice(
-        cause=f"The model holds {layers} BatchNorm layer{'s' if layers > 1 else ''} and batch_norm='{statistics}'",
-        consequence=f"A window that is cut takes about {layers + 1.5:g} times as long as one pass over its samples",
-        cure="Pass batch_norm='ghost:32', whose groups cost next to nothing, if that is too long",
-    )
-    return [notice] if layers and statistics.kind == "window" else []
 
 
 def noise_notice() -> Notice:

@@ -23,10 +23,7 @@ from autoaccum.planning.granules import MICRO, Statistics, granules
 from autoaccum.window.batch_norm_calls import Call, Calls
 from autoaccum.window.precision import Autocast
 
-ACCEPTED = (
-    "'micro', 'frozen', 'ghost:' and the samples of a group, 2 at least, such as 'ghost:32', or 'window', or "
-    "'window:' and the most layers"
-)
+ACCEPTED = "'micro', 'frozen', or 'ghost:' and the samples of a group, 2 at least, such as 'ghost:32'"
 """What ``batch_norm`` may be."""
 
 
@@ -36,7 +33,6 @@ def statistics_of(
     max_micro_batch: object = None,
     state: object = None,
     before_window: object = None,
-    noise_scale: object = None,
 ) -> Statistics:
     """Return what ``batch_norm`` says, where the other arguments leave room for it.
 
@@ -47,16 +43,11 @@ def statistics_of(
     found = _read(batch_norm)
     if found.kind == "micro":
         return found
-    if found.kind == "window":
-        for name, value in (("before_window", before_window), ("noise_scale", noise_scale or None)):
-            if value is not None:
-                cure = f"A window of it is run several times, none of which is the whole: leave {name} out."
-                raise ConflictingArgumentsError("batch_norm", str(found), name, cure)
     takes = None if before_window is None else positional(before_window)
     if takes is not None and takes.required > 1:
         cure = "Compute in before_window(batch) what needs no forward, or leave batch_norm out."
         raise ConflictingArgumentsError("batch_norm", str(found), "before_window(batch, in_pieces)", cure)
-    if found.kind in ("ghost", "window") and state == "window":
+    if found.kind == "ghost" and state == "window":
         cure = f"Running statistics move as '{found}' has it: leave state out."
         raise ConflictingArgumentsError("batch_norm", str(found), 'state="window"', cure)
     for name, value in (("micro_batch", micro_batch), ("max_micro_batch", max_micro_batch)):
@@ -74,11 +65,10 @@ def statistics_of(
 def _read(batch_norm: object) -> Statistics:
     if isinstance(batch_norm, str) and batch_norm in ("micro", "frozen"):
         return Statistics("frozen" if batch_norm == "frozen" else "micro")
-    name, colon, group = batch_norm.partition(":") if isinstance(batch_norm, str) else ("", "", "")
-    if name == "window" and not colon:
-        return Statistics("window")
-    if name == "window" and group.isascii() and group.isdecimal() and 1 <= int(group) < 2**31:
-        return Statistics("window", most=int(group))
+    name, _, group = batch_norm.partition(":") if isinstance(batch_norm, str) else ("", "", "")
+    if name == "window":
+        cure = "Leave it out: joined micro-batches run BatchNorm on the full batch (accumulate='auto')."
+        raise ArgumentError("batch_norm", batch_norm, ACCEPTED, cure)
     # One sample has no statistics, so that a group of one is none.
     if name != "ghost" or not (group.isascii() and group.isdecimal()) or not 2 <= int(group) < 2**31:
         raise ArgumentError("batch_norm", batch_norm, ACCEPTED)
@@ -90,7 +80,6 @@ def refuse_unseen(
     model: object,
     modules: Sequence[nn.Module],
     *,
-    is_shared: bool = False,
     is_sharded: bool = False,
 ) -> None:
     """Refuse what statistics cannot be chosen for.
@@ -99,24 +88,13 @@ def refuse_unseen(
         statistics: what was asked for.
         model: what is called.
         modules: those that are trained.
-        is_shared: whether several ranks share each window.
-        is_sharded: whether the model is sharded over them, too.
+        is_sharded: whether the model is sharded over several ranks.
 
     Raises:
         ArgumentError: they hold code whose BatchNorm nobody sees, or lie on ranks that do not know of each other's.
     """
     if statistics.kind == "micro":
         return
-    if statistics.kind == "window":
-        # What no layer calls, or one more than once, is met in the first window.
-        layers = [layer for layer in _layers_of(modules) if layer.training or not layer.track_running_stats]
-        refuse_layers(statistics, len(layers))
-    if statistics.kind == "window" and is_shared:
-        cure = (
-            "Statistics are those of samples that lie on several ranks: let each process train by itself "
-            "(ranks='independent'), or pass batch_norm='frozen', or convert_batch_norm(model)."
-        )
-        raise ArgumentError("batch_norm", str(statistics), "'micro', 'ghost' or 'frozen' with several ranks", cure)
     if statistics.kind == "ghost" and is_sharded:
         cure = (
             "Ranks cut it into as many micro-batches each, which need not hold whole groups: pass batch_norm='frozen', "
@@ -141,21 +119,6 @@ def refuse_unseen(
 def _layers_of(modules: Sequence[nn.Module]) -> list[_BatchNorm]:
     layers = dict.fromkeys(layer for module in modules for layer in module.modules())
     return [layer for layer in layers if isinstance(layer, _BatchNorm)]
-
-
-def refuse_layers(statistics: Statistics, layers: int) -> None:
-    """Refuse statistics of the whole window for so many layers, or calls of them.
-
-    Raises:
-        ArgumentError: they are more than was asked for.
-    """
-    if layers > statistics.most:
-        cure = (
-            f"A window that is cut takes about {layers + 1.5:g} times as long with {layers} layers. Pass 'ghost:32', "
-            f"'frozen' or convert_batch_norm(model); or 'window:{layers}', if that is worth it."
-        )
-        accepted = f"a model that calls BatchNorm at most {statistics.most} times, not {layers}"
-        raise ArgumentError("batch_norm", str(statistics), accepted, cure)
 
 
 def forwards_of(statistics: Statistics, modules: Sequence[nn.Module], autocast: Autocast) -> Forwards | None:
@@ -371,12 +334,8 @@ class _Seen(Calls):
         """
         if call.running_mean is not None and call.running_var is not None:
             return call.running_mean, call.running_var
-        if self._statistics.kind == "frozen":
-            cure = "Keep running statistics (track_running_stats=True), or pass batch_norm='ghost:32'."
-            raise ArgumentError("batch_norm", "frozen", "BatchNorm layers that have running statistics", cure)
-        # Of the whole window: this only looks at what else there is, and whose statistics are taken is no matter.
-        channels = call.input.new_ones(call.input.shape[1], dtype=torch.promote_types(call.input.dtype, torch.float32))
-        return torch.zeros_like(channels), channels
+        cure = "Keep running statistics (track_running_stats=True), or pass batch_norm='ghost:32'."
+        raise ArgumentError("batch_norm", "frozen", "BatchNorm layers that have running statistics", cure)
 
     def _rows(self, rows: int) -> list[int]:
         """Return the rows of each group.

@@ -206,7 +206,7 @@ class TestOptimizers:
                 self.net = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Linear(8, 3))
 
         found = []
-        for callbacks, batch in (((), 16), ((AutoAccum(16, batch_norm="window", micro_batch=8),), 4)):
+        for callbacks, batch in (((), 16), ((AutoAccum(16, accumulate="joined", micro_batch=8),), 4)):
             module = module_of(Normed)
             averaging = StochasticWeightAveraging(0.01, swa_epoch_start=1)
             run(module, batch, averaging, *callbacks, max_steps=-1, max_epochs=4)

@@ -77,12 +77,12 @@ class TestWhatIsAskedFor:
     def test_groups_of_a_sharded_model_are_refused(self) -> None:
         with pytest.raises(errors.ArgumentError, match="do not call fully_shard"):
             refuse_unseen(statistics_of("ghost:4"), None, [], is_sharded=True)
-        refuse_unseen(statistics_of("frozen"), None, [], is_shared=True, is_sharded=True)
+        refuse_unseen(statistics_of("frozen"), None, [], is_sharded=True)
 
-    def test_those_of_a_window_that_ranks_share_are_refused(self) -> None:
-        refuse_unseen(statistics_of("ghost:4"), None, [], is_shared=True)
-        with pytest.raises(errors.ArgumentError, match="ranks='independent'"):
-            refuse_unseen(statistics_of("window"), None, [], is_shared=True)
+    def test_statistics_of_the_window_are_those_of_joined_micro_batches(self) -> None:
+        for asked in ("window", "window:20"):
+            with pytest.raises(errors.ArgumentError, match="Leave it out: joined micro-batches"):
+                statistics_of(asked)
 
 
 def computed(layer: nn.Module, x: torch.Tensor, text: str, num_samples: int) -> torch.Tensor:
