@@ -596,8 +596,8 @@ class Examiner:
         return said
 
     def remember(self, number: int) -> None:
-        """Remember how the window of that number begins, to be measured from there."""
-        if self._remembered is None or self._remembered_of != number:
+        """Remember how the window of that number begins, to be measured from there; once, for it may be let go of."""
+        if self._remembered_of != number:
             self._number = number
             self._remember()
 

@@ -330,7 +330,7 @@ def refused(what: str) -> tuple[str, str, str]:
     model, other = net(4 + rank() if what == "another model" else 5), net()
     if what == "one sample each":
         model = nn.Sequential(nn.Linear(6, 4), nn.BatchNorm1d(4), nn.Linear(4, 5)).double()
-        options["micro_batch"] = "auto"
+        options |= {"micro_batch": "auto", "accumulate": "weighted"}
     if what == "another norm":
         options["clip_norm"] = 1.0 + rank()
     if what == "before_window":
@@ -393,7 +393,7 @@ def coupled(model: Any, batch: Any) -> torch.Tensor:
 def measured(kind: str, small: bool) -> tuple[list[str], list[str]]:
     """Return the hypotheses that were measured, and what was said, where rank 0 has one sample at first or never."""
     options: dict[str, Any] = {"training_step": coupled} if kind == "coupled" else {"loss_fn": cross_entropy}
-    model = net()
+    model, options["accumulate"] = net(), "weighted"
     accumulator = Accumulator(model, torch.optim.SGD(model.parameters(), 0.1), micro_batch=3, **options)
     for step in range(6):
         inputs, labels = batch_of(3)
