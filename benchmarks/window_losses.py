@@ -1,4 +1,4 @@
-"""What a loss over the whole window costs in micro-batches: time beside one whole batch, and memory beside the window.
+"""What a loss that compares all samples costs in joined micro-batches: time beside a whole batch, and memory.
 
     python benchmarks/window_losses.py
     python benchmarks/window_losses.py --rounds 60
@@ -85,8 +85,16 @@ def loss_of(embeddings: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
 
 def embed(model: Encoder, batch: tuple[torch.Tensor, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
     # Both at once: what is compared is how windows are brought together, and not how towers are called.
-    first, second = model.embed(torch.cat(batch)).chunk(2)
+    first, second = model({"input_ids": torch.cat(batch)})["sentence_embedding"].chunk(2)
     return first, second
+
+
+def of_all(model: Encoder, batch: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
+    return loss_of(embed(model, batch))
+
+
+def of_all_in_chunks(model: Encoder, batch: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
+    return info_nce(*embed(model, batch), temperature=0.05)
 
 
 def adam_w(parameters: Any) -> torch.optim.Optimizer:
@@ -176,8 +184,8 @@ def by_fit(data: Any, micro_batch: int) -> None:
         started = time.perf_counter()
 
     autoaccum.fit(
-        Encoder(), data, effective_batch=PAIRS, micro_batch=micro_batch, loss_scope="window", embed=embed,
-        loss_fn=loss_of, optimizer=adam_w, steps=10**6, shuffle=False, device="cpu", progress=False, callbacks=[after],
+        Encoder(), data, effective_batch=PAIRS, micro_batch=micro_batch, training_step=of_all, accumulate="joined",
+        optimizer=adam_w, steps=10**6, shuffle=False, device="cpu", progress=False, callbacks=[after],
     )  # fmt: skip
 
 
@@ -261,25 +269,21 @@ def write_times(rounds: int, threads: int) -> None:
     write_table(
         "window_losses",
         f"Windows of N = {PAIRS} pairs of sentences of {LENGTH} words, by a transformer encoder of two layers and "
-        f"width {WIDTH}; medians of {rounds} rounds. Without all that is not arithmetic the two passes of `fit` would "
-        "take 1.17, 1.25 and 1.29 times the whole batch where a backward takes twice its forward: all but the last "
-        "micro-batch go forward twice. Whoever runs all of them twice would take 1.33.",
+        f"width {WIDTH}; medians of {rounds} rounds. Without all that is not arithmetic joined micro-batches "
+        "would take 1.17, 1.25 and 1.29 times the whole batch where a backward takes twice its forward: all but the "
+        "last micro-batch go forward twice. Whoever runs all of them twice would take 1.33.",
         ["micro-batch", "ms a window", "beside the whole batch"],
         rows,
         threads=threads,
     )
 
 
-def chunked_loss(embeddings: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
-    return info_nce(*embeddings, temperature=0.05)
-
-
 def peak_of(window: int, micro_batch: int) -> int:
     """Bytes at the peak of one window; of the whole batch with the loss of all pairs at once, as by hand."""
-    loss_fn = loss_of if micro_batch == window else chunked_loss
+    step = of_all if micro_batch == window else of_all_in_chunks
     result = autoaccum.fit(
-        Encoder(), pairs(window), effective_batch=window, micro_batch=micro_batch, loss_scope="window", embed=embed,
-        loss_fn=loss_fn, optimizer=adam_w, steps=1, shuffle=False, device="cpu", progress=False,
+        Encoder(), pairs(window), effective_batch=window, micro_batch=micro_batch, training_step=step,
+        accumulate="joined", optimizer=adam_w, steps=1, shuffle=False, device="cpu", progress=False,
     )  # fmt: skip
     return max(report.peak_bytes for report in result.history)
 

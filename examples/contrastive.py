@@ -46,14 +46,12 @@ def view(images: Tensor) -> Tensor:
     return images.roll((right, down), (2, 3)) + 0.2 * torch.randn_like(images)
 
 
-def embed(model: nn.Module, batch: Any) -> tuple[Tensor, Tensor]:
-    """Return the embeddings of two views; both passes draw the same ones."""
+def training_step(model: nn.Module, batch: Any) -> Tensor:
+    """Compare two views of all images of the window."""
     (images,) = batch
-    return model(view(images)), model(view(images))
-
-
-def loss_fn(embeddings: tuple[Tensor, Tensor]) -> Tensor:
-    return info_nce(*embeddings, temperature=0.2, chunk=64)  # rows that are compared at once
+    return info_nce(
+        model(view(images)), model(view(images)), temperature=0.2, chunk=64
+    )  # rows that are compared at once
 
 
 @torch.no_grad()
@@ -70,7 +68,7 @@ def train(window: int) -> tuple[float, int]:
     model = make_model()
     with simulated_memory(LIMIT):
         result = autoaccum.fit(
-            model, (images[:1297],), effective_batch=window, loss_scope="window", embed=embed, loss_fn=loss_fn,
+            model, (images[:1297],), effective_batch=window, training_step=training_step,
             optimizer=lambda parameters: torch.optim.AdamW(parameters, lr=2e-3), steps=STEPS,
             device="cpu", cache=False, progress=False,
         )  # fmt: skip

@@ -135,21 +135,11 @@ torch.manual_seed(0)
 model = torch.nn.Sequential()
 model.blocks = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 2))
 """
-OF_TWO_LIBRARIES = """
-from sentence_transformers import SentenceTransformer
-from sentence_transformers.sentence_transformer.losses import MultipleNegativesRankingLoss
-
-from tests.loss.test_image_text import MODELS, images_and_texts, made
-from tests.loss.test_sentences import Encoder, sentences
-
-image_text, images_and_texts = made(MODELS["CLIP"]), images_and_texts()
-encoder, pairs = SentenceTransformer(modules=[Encoder()], device="cpu"), sentences()
-"""
-GIVEN = {("ranks.md", 0): OF_THE_READER, ("window_losses.md", 1): OF_TWO_LIBRARIES}
+GIVEN = {("ranks.md", 0): OF_THE_READER}
 """What the reader of a block of a page is taken to have."""
 
 
-@pytest.mark.filterwarnings("ignore:The run in .*runs/a is finished", "ignore:effective_batch=4096 is more than")
+@pytest.mark.filterwarnings("ignore:The run in .*runs/a is finished")
 @pytest.mark.parametrize("page", [page for page in PAGES if blocks(page, "python")], ids=lambda page: page.name)
 def test_the_code_of_a_page_runs_from_top_to_bottom(
     page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

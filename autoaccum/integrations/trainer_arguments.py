@@ -17,7 +17,6 @@ from autoaccum.training.synonyms import elsewhere, meant_by, unknown_argument
 OPTIONS = (
     *("micro_batch", "max_micro_batch", "min_micro_batch", "memory_limit", "headroom", "memory_saving"),
     *("patience", "state", "batch_norm", "accumulate", "verify", "strict", "compression", "split", "batch_dim"),
-    *("loss_scope", "embed", "loss_fn"),
 )
 """Arguments of ``Accumulator`` that a trainer takes beside its own: the others are said by TrainingArguments."""
 _USUAL_BATCH = 8
@@ -97,6 +96,14 @@ def refuse(trainer: Any, step: Any) -> None:
             raise ArgumentError(name, "given", "a model that each process holds as a whole, on one device", cure)
     if any(part in str(args.optim).lower() for part in _STEPS_INSIDE):
         raise ArgumentError("optim", str(args.optim), "an optimizer that steps after the backward")
+    losses = getattr(trainer, "loss", None)
+    for loss in losses.values() if isinstance(losses, Mapping) else [losses]:
+        # Those of sentence-transformers whose names begin with Cached: they go back themselves, within their forward.
+        if getattr(loss, "uses_gradient_cache", hasattr(loss, "mini_batch_size")):
+            cure = (
+                "Pass the loss that it is made after, as MultipleNegativesRankingLoss: micro-batches are joined here."
+            )
+            raise ArgumentError("loss", type(loss).__name__, "a loss that makes no micro-batches of its own", cure)
     # It would never be called, and what it does beside the loss would be missed by nobody here.
     if not _is_stock(step):
         cure = (

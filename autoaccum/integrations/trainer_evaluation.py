@@ -12,6 +12,8 @@ from autoaccum.integrations.evaluation_sizes import MEANS, SAME, smaller
 from autoaccum.integrations.trainer_batches import Layout
 from autoaccum.integrations.trainer_loss import EXTREMES, TOKENS_SEEN, Logged, logging_of, weight, with_margins
 from autoaccum.memory.oom import RanOut, attempt
+from autoaccum.training.evaluating_joined import JoinedEvaluations, pieces_of
+from autoaccum.window.split_calls import Layout as Split
 
 Predicted = tuple[Any, Any, Any]
 """The loss of a batch, its logits and its labels, as a trainer's ``prediction_step`` returns them; each may be None."""
@@ -28,28 +30,29 @@ class Evaluation:
         self._layout = layout
         self.micro_batch: int | None = None
         """Samples of a piece; None as long as all batches have fitted as they were."""
+        self._joined = JoinedEvaluations(trainer.model, trainer.args.device)
 
     def predict(
         self,
         batch: Any,
         step: Callable[[Any], Predicted],
-        loss_of_pieces: Callable[[list[Any]], Any] | None = None,
         step_of_pieces: OfPieces | None = None,
+        trained: Split | None = None,
     ) -> Predicted:
         """Return what a prediction step returns for a batch, in as many pieces as it takes.
 
         Args:
             batch: of the loader.
             step: the trainer's own, on a batch.
-            loss_of_pieces: the loss of a batch that was cut, where that is no mean over its pieces.
             step_of_pieces: (pieces, step) -> the step on each of them, where it goes by what all of them have.
+            trained: how modules are split where training joins micro-batches, as evaluations then do.
 
         Raises:
             NothingFitsError: not even one sample fits.
         """
         # Of what is put together from all pieces it is known to be what it would have been.
-        is_of_batch = loss_of_pieces is not None or step_of_pieces is not None
-        results = SAME if is_of_batch else MEANS
+        is_joined = self._joined.follow(trained)
+        results = SAME if is_joined or step_of_pieces is not None else MEANS
         # As long as all fits nothing is cut, and nothing has to be known of how it could be.
         if self.micro_batch is None:
             outcome = attempt(partial(self._whole, batch, step))
@@ -58,7 +61,10 @@ class Evaluation:
             self._shrink(self._layout.count(self._layout.rows(batch)), outcome, results)
         rows = self._layout.rows(batch)
         while True:
-            outcome = attempt(partial(self._in_pieces, rows, step, loss_of_pieces, step_of_pieces))
+            if is_joined:
+                outcome = attempt(partial(self._in_joined_pieces, batch, rows, step))
+            else:
+                outcome = attempt(partial(self._in_pieces, rows, step, step_of_pieces))
             if not isinstance(outcome, RanOut):
                 return outcome
             self._shrink(min(self.micro_batch or 1, self._layout.count(rows)), outcome, results)
@@ -70,6 +76,17 @@ class Evaluation:
         self._log(logged.means(), logged)
         return found
 
+    def _in_joined_pieces(self, batch: Any, rows: Any, step: Callable[[Any], Predicted]) -> Predicted:
+        """Run a batch once, while the modules inside it run by pieces."""
+
+        def few(count: int) -> Predicted:
+            return step(self._layout.back(self._layout.piece(rows, 0, count)))
+
+        sizes = pieces_of(self._layout.count(rows), self.micro_batch or 1)
+        with logging_of(self._trainer, "eval"):
+            self._joined.measure(self._layout.count(rows), few)
+        return self._joined.run(sizes, lambda: self._whole(batch, step))
+
     def _shrink(self, tried: int, outcome: RanOut, results: str) -> None:
         """Take half as many samples from here on."""
         cure = "Pass per_device_eval_batch_size={size} to begin so."
@@ -79,13 +96,10 @@ class Evaluation:
         self,
         rows: Any,
         step: Callable[[Any], Predicted],
-        loss_of_pieces: Callable[[list[Any]], Any] | None,
         step_of_pieces: OfPieces | None,
     ) -> Predicted:
         count, size = self._layout.count(rows), self.micro_batch or 1
         pieces = [self._layout.piece(rows, start, min(size, count - start)) for start in range(0, count, size)]
-        if loss_of_pieces is not None:
-            return loss_of_pieces([self._trainer._prepare_inputs(piece) for piece in pieces]), None, None
         if step_of_pieces is not None:
             step = step_of_pieces(pieces, step)
         found: list[Predicted] = []

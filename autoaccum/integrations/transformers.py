@@ -35,7 +35,6 @@ from autoaccum.integrations.trainer_batches import layout_of
 from autoaccum.integrations.trainer_evaluation import Evaluation
 from autoaccum.integrations.trainer_kto import divergence_of, of_windows
 from autoaccum.integrations.trainer_loss import LossOfTrainer, log_window, showing, trained_beside
-from autoaccum.integrations.trainer_sentences import sentence_losses_of
 from autoaccum.training.accumulator import Accumulator
 
 _FILE = "autoaccum_{}.pt"
@@ -48,8 +47,8 @@ class AutoAccumMixin(Trainer):  # type: ignore[misc]  # of no known type where t
     It takes the arguments of the trainer, and besides, by name: effective_batch, the samples of each step over all
     ranks, which is per_device_train_batch_size times gradient_accumulation_steps times the ranks when left out; and
     those of ``Accumulator`` that say how windows are run: micro_batch, max_micro_batch, min_micro_batch, memory_limit,
-    headroom, memory_saving, patience, state, batch_norm, accumulate, verify, strict, compression, split, batch_dim,
-    and loss_scope="window" with its embed and loss_fn.
+    headroom, memory_saving, patience, state, batch_norm, accumulate, verify, strict, compression, split and
+    batch_dim.
     """
 
     def __init__(self, *arguments: Any, effective_batch: int | None = None, **keywords: Any) -> None:
@@ -74,7 +73,6 @@ class AutoAccumMixin(Trainer):  # type: ignore[misc]  # of no known type where t
         self.args: Any = with_one_batch_per_window(given, effective_batch)
         self._train_batch_size = self.args.train_batch_size
         self._layout = layout_of(self)
-        self._sentences = None if "loss_scope" in self.window_options else sentence_losses_of(self)
         self._divergence = divergence_of(self)
         self.evaluation = Evaluation(self, self._layout)
         """How evaluations are run; its ``micro_batch`` is None as long as their batches have fitted as they were."""
@@ -109,15 +107,11 @@ class AutoAccumMixin(Trainer):  # type: ignore[misc]  # of no known type where t
         if callable(getattr(self.optimizer, "train", None)):
             self.optimizer.train()
         accumulator = self._accumulator_of(model)
-        if self._sentences is not None:
-            self._sentences.begin(inputs)
         # TRL's own step keeps activations on the host within this.
         with getattr(self, "maybe_activation_offload_context", nullcontext()):
             loss = accumulator.backward(self._layout.rows(inputs))
         # Only now, for the window has committed: whatever was run again, or to be measured, has left no note.
         log_window(self, accumulator.outputs)
-        if self._sentences is not None and accumulator.outputs:
-            self.track_loss_components(accumulator.outputs)
         return loss
 
     def _accumulator_of(self, model: nn.Module) -> Accumulator:
@@ -134,10 +128,6 @@ class AutoAccumMixin(Trainer):  # type: ignore[misc]  # of no known type where t
         return self.accumulator
 
     def _loss_arguments(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-        if self._sentences is not None:
-            return self.window_options | self._sentences.arguments()
-        if "loss_scope" in self.window_options:
-            return self.window_options
         loss_of, beside = LossOfTrainer(self, self._layout), trained_beside(self, model, optimizer)
         if (divergence := self._divergence) is None:
             return self.window_options | {"training_step": showing(loss_of, beside)}
@@ -153,16 +143,13 @@ class AutoAccumMixin(Trainer):  # type: ignore[misc]  # of no known type where t
         step = partial(
             super().prediction_step, model, prediction_loss_only=prediction_loss_only, ignore_keys=ignore_keys
         )
-        # Ranks wait for each other in a step of evaluation: pieces of one would be waited for by nobody. And of a loss
-        # over the whole batch nobody has said here how it is put together again.
-        if self.accelerator.num_processes > 1 or "loss_scope" in self.window_options:
+        # Ranks wait for each other in a step of evaluation: pieces of one would be waited for by nobody.
+        if self.accelerator.num_processes > 1:
             return step(inputs)
         if self._divergence is not None:
             return self.evaluation.predict(inputs, step, step_of_pieces=partial(self._divergence.step_of_pieces, model))
-        if self._sentences is None:
-            return self.evaluation.predict(inputs, step)
-        self._sentences.begin(inputs)
-        return self.evaluation.predict(inputs, step, partial(self._sentences.of_pieces, self, model))
+        trained = None if self.accumulator is None else self.accumulator.split_modules
+        return self.evaluation.predict(inputs, step, trained=trained)
 
     # Checkpoints.
 

@@ -19,7 +19,7 @@ _COUNT = (
     "Pass num_items=(micro-batch) -> how many items its loss is a mean over (of losses in a dict, a dict of such "
     "functions by the same names), or let the loss end in one mean, or one sum, over samples"
 )
-_WHOLE = "or compute it of the whole window: loss_scope='window' with embed= and loss_fn="
+_WHOLE = "or pass accumulate='joined', which computes it of the whole window"
 _ROOT = f"Let the loss end in one mean, or one sum, over samples, of which no root or power is taken; {_WHOLE}"
 _OF_ROOTS = {
     "Abs",
@@ -231,7 +231,7 @@ def _kind_of_constant(with_items: Sequence[tuple[int, float, Term]]) -> tuple[Ki
     return guess, (
         f"it divides by {with_items[0][1]:g} in every micro-batch, which may be a constant or a count of its own",
         "Divide by the number of samples of the batch that the loss is given (not the window's), or by nothing: "
-        'the plain sum; where it sets samples against each other, pass loss_scope="window"',
+        'the plain sum; where it sets samples against each other, pass accumulate="joined"',
     )
 
 

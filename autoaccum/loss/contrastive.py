@@ -2,18 +2,16 @@
 
 Each of ``info_nce``, ``clip``, ``sig_lip``, ``sup_con`` and ``triplet`` returns a 0-dim tensor, the mean over samples.
 They compare every sample with every other. ``in_chunks`` does that for some rows at a time, and once more in the
-backward, so that N samples take chunk x N numbers and not N x N. They are made for
-``fit(..., loss_scope="window", embed=..., loss_fn=...)``, and can be called anywhere.
+backward, so that N samples take chunk x N numbers and not N x N. In a ``training_step`` they are given the embeddings
+of the full batch, because micro-batches are joined.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 import torch
 from torch.nn.functional import cross_entropy, logsigmoid, normalize, relu
-from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
 
 from autoaccum import _checks
@@ -50,39 +48,16 @@ def in_chunks(loss_rows: LossRows, num_samples: int, chunk: int = CHUNK) -> torc
     return total
 
 
-def chunked(
-    loss_rows: Callable[[slice, Any, Any], torch.Tensor], *, chunk: int = CHUNK
-) -> Callable[[Any, Any], torch.Tensor]:
-    """Return the ``loss_fn`` of a mean over samples, of which ``loss_rows`` computes some rows at a time.
-
-    Args:
-        loss_rows: (rows, embeddings, batch) -> the sum of the losses of these rows, a 0-dim tensor; embeddings and
-            batch are those of all samples, as ``loss_fn`` gets them. It is called twice for each chunk.
-        chunk: rows of one call.
-
-    Raises:
-        ArgumentError: chunk is no int of at least 1.
-    """
-    _checks.positive_int("chunk", chunk)
-
-    def loss_fn(embeddings: Any, batch: Any) -> torch.Tensor:
-        # In whatever structure they are, each has a row for each sample.
-        num_samples = len(tree_leaves(embeddings)[0])
-        return in_chunks(lambda rows: loss_rows(rows, embeddings, batch), num_samples, chunk) / num_samples
-
-    return loss_fn
-
-
 def _of_rows(call: str, **given: object) -> None:
     """Refuse what is no tensor: embeddings that were not taken apart, or a batch in the place of the second one.
 
     Raises:
         ArgumentTypeError: something is none; it shows the ``loss_fn``.
     """
-    # Passed as loss_fn as they are, these would be called with (embeddings, batch).
+    # Passed as loss_fn as they are, these would be called with (outputs, targets).
     for name, value in given.items():
         if not isinstance(value, torch.Tensor):
-            cure = f"Let embed return both parts, and pass loss_fn=lambda embeddings: {call}."
+            cure = f"Write a training_step that returns {call}."
             raise ArgumentTypeError(name, kind_of(value), "a tensor with one row per sample", cure)
 
 
@@ -100,7 +75,7 @@ def info_nce(
         temperature: what similarities are divided by; a parameter gets its gradient.
         chunk: rows that are compared at once.
     """
-    _of_rows("info_nce(*embeddings)", queries=queries, keys=keys)
+    _of_rows("info_nce(*model(batch))", queries=queries, keys=keys)
     queries, keys = normalize(queries, dim=1), normalize(keys, dim=1)
     own = torch.arange(len(queries), device=queries.device)  # where the key of each query stands
 
@@ -123,7 +98,7 @@ def clip(
         logit_scale: the factor of similarities, exp(t) of the paper's t; a parameter gets its gradient.
         chunk: rows that are compared at once.
     """
-    _of_rows("clip(*embeddings, logit_scale=...)", images=images, texts=texts)
+    _of_rows("clip(*model(batch), logit_scale=...)", images=images, texts=texts)
     # Each direction compares rows of one with all of the other, so that neither has a product of its own to keep.
     forth = info_nce(images, texts, temperature=1 / logit_scale, chunk=chunk)
     return (forth + info_nce(texts, images, temperature=1 / logit_scale, chunk=chunk)) / 2
@@ -148,7 +123,7 @@ def sig_lip(
         logit_bias: what is added to them; likewise.
         chunk: rows that are compared at once.
     """
-    _of_rows("sig_lip(*embeddings, logit_scale=..., logit_bias=...)", images=images, texts=texts)
+    _of_rows("sig_lip(*model(batch), logit_scale=..., logit_bias=...)", images=images, texts=texts)
     images, texts = normalize(images, dim=1), normalize(texts, dim=1)
     columns = torch.arange(len(texts), device=texts.device)  # compared with rows, it marks the pairs that belong
 
@@ -174,7 +149,7 @@ def sup_con(
         temperature: what similarities are divided by; a parameter gets its gradient.
         chunk: rows that are compared at once.
     """
-    _of_rows("sup_con(*embeddings)", embeddings=embeddings, labels=labels)
+    _of_rows("sup_con(*model(batch))", embeddings=embeddings, labels=labels)
     embeddings = normalize(embeddings, dim=1)
     columns = torch.arange(len(labels), device=labels.device)
     # Of itself no sample is a positive; of sums over labels none of N x N is needed.
@@ -203,7 +178,7 @@ def triplet(embeddings: torch.Tensor, labels: torch.Tensor, *, margin: float = 0
         margin: by how much the nearest of another label is to be farther than the farthest of the same.
         chunk: rows that are compared at once.
     """
-    _of_rows("triplet(*embeddings)", embeddings=embeddings, labels=labels)
+    _of_rows("triplet(*model(batch))", embeddings=embeddings, labels=labels)
     columns = torch.arange(len(labels), device=labels.device)
 
     def loss_rows(rows: slice) -> torch.Tensor:

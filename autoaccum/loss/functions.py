@@ -25,28 +25,22 @@ from autoaccum.loss.shared import Beside
 from autoaccum.loss.stated import Computed, CountItems, LossOf, Reducing
 from autoaccum.loss.terms import divisor_of
 from autoaccum.loss.types import mistaken
-from autoaccum.loss.windowed import stand_in_for
 
 
 def loss_function(
     loss_fn: Callable[..., Any] | None,
     training_step: Callable[..., Any] | None,
     before_window: Callable[..., Any] | None = None,
-    embed: Callable[..., Any] | None = None,
 ) -> LossOf:
     """Make the loss of a batch of ``loss_fn(outputs, targets)``, ``training_step(model, batch)`` or the model itself.
 
     A model is called with a mapping's values as keywords, a tuple's or list's as positional arguments, and anything
     else as its one argument. With a ``before_window`` batches come with what it has returned: see ``loss.shared``.
-    With ``embed`` the loss is that of a whole window, for which something stands in: see ``loss.windowed``.
 
     Raises:
         ConflictingArgumentsError: both functions are given.
         ArgumentTypeError: one is no function.
     """
-    if embed is not None:
-        stand_in = stand_in_for(embed)
-        return lambda model, batch: checked(stand_in(model, batch), "embed")
     # loss_fn=nn.MSELoss, without the parentheses, can be called, and would fail only in the first micro-batch.
     for name, given, two in (
         ("loss_fn", loss_fn, ("outputs", "targets")),

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple, TypedDict, TypeVar
+from typing import Any, Literal, NamedTuple, TypeVar
 
 import torch
 
@@ -34,30 +33,6 @@ LossOf = Callable[[Any, Any], torch.Tensor | Computed]
 def total(computed: torch.Tensor | Computed) -> torch.Tensor:
     """Return the loss alone, the sum of several."""
     return computed.loss if isinstance(computed, Computed) else computed
-
-
-LossScope = Literal["micro-batch", "window"]
-"""What a loss is computed of: of each micro-batch, whose losses add up; or of the window as a whole."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class WindowLoss:
-    """A loss of whole windows, as the user gives it."""
-
-    embed: Callable[[Any, Any], Any]
-    """(model, micro-batch) -> a pytree of tensors, each with one row per sample."""
-    loss_fn: Callable[..., Any]
-    """(embeddings) or (embeddings, batch) -> the mean loss of a window."""
-    takes_batch: bool
-    """Whether it is given the samples of the window too."""
-
-
-class WindowArguments(TypedDict):
-    """The arguments of ``fit``, ``Trainer`` or ``Accumulator`` for a loss of whole windows, as adapters make them."""
-
-    loss_scope: Literal["window"]
-    embed: Callable[[Any, Any], Any]
-    loss_fn: Callable[[Any], torch.Tensor]
 
 
 # Losses have names from here on, those of a sequence too, so that all that is kept of them is kept in one way.

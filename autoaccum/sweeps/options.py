@@ -18,7 +18,7 @@ from optuna.trial import Trial
 from autoaccum import _checks
 from autoaccum.data.splits import SplitLike
 from autoaccum.errors import ArgumentError, ArgumentTypeError
-from autoaccum.loss.stated import CountItems, LossScope, Reducing
+from autoaccum.loss.stated import CountItems, Reducing
 from autoaccum.memory.limit import MemoryLimit
 from autoaccum.planning.ladder import SavingMode
 from autoaccum.ranks.balance import Balance
@@ -47,8 +47,6 @@ class PassedOn(TypedDict, total=False):
     num_items: CountItems | None
     reduction: Reducing
     before_window: Callable[..., Any] | None
-    loss_scope: LossScope
-    embed: Callable[[Any, Any], Any] | None
     optimizer: OptimizerLike | None
     lr_scheduler: MakeScheduler | None
     lr_scaling: Scaling

@@ -23,8 +23,7 @@ from autoaccum.errors import AlreadySteppedError, ConflictingArgumentsError, Emp
 from autoaccum.events import Event
 from autoaccum.loss.coupling import batch_norms, smallest_micro_batch
 from autoaccum.loss.functions import loss_function, stated
-from autoaccum.loss.stated import CountItems, LossScope, Reducing
-from autoaccum.loss.windowed import window_loss_of
+from autoaccum.loss.stated import CountItems, Reducing
 from autoaccum.memory.devices import being_current, current_device_kept
 from autoaccum.memory.limit import MemoryLimit
 from autoaccum.memory.oom import insist, room_for_model
@@ -55,6 +54,7 @@ from autoaccum.window.optimizers import (
 from autoaccum.window.outputs import on_device, placed
 from autoaccum.window.precision import Precision
 from autoaccum.window.restoring import engine
+from autoaccum.window.split_calls import Layout
 
 
 class Accumulator:
@@ -88,8 +88,6 @@ class Accumulator:
         num_items: CountItems | None = None,
         reduction: Reducing = None,
         before_window: Callable[..., Any] | None = None,
-        loss_scope: LossScope = "micro-batch",
-        embed: Callable[[Any, Any], Any] | None = None,
         micro_batch: int | Literal["auto"] = "auto",
         max_micro_batch: int | None = None,
         min_micro_batch: int | None = None,
@@ -129,11 +127,6 @@ class Accumulator:
                 statistics of the window itself. (batch, in_pieces) runs the model on them too, by in_pieces(function)
                 with function(model, micro_batch). A mapping is merged into micro-batches that are mappings; anything
                 else is the third argument of training_step and loss_fn.
-            loss_scope: micro-batch: the losses of micro-batches add up to the window's; window: the loss is one of all
-                samples of a window, as contrastive losses are: embed makes embeddings of micro-batches, and loss_fn the
-                loss of them all.
-            embed: beside loss_scope="window" (model, micro-batch) -> embeddings, any pytree of tensors with one row per
-                sample; loss_fn is then (embeddings) or (embeddings, batch) -> the mean loss of a window.
             micro_batch: "auto", or the samples of one forward and backward.
             max_micro_batch: the most samples to try at once.
             min_micro_batch: the fewest samples of one forward and backward; a window that has fewer is run as one
@@ -178,20 +171,19 @@ class Accumulator:
         optimizer = unprepared(optimizer)
         checked = check(
             OF_ACCUMULATOR, CHECKS, model=model, optimizer=optimizer, loss_fn=loss_fn, training_step=training_step,
-            num_items=num_items, reduction=reduction, before_window=before_window, loss_scope=loss_scope, embed=embed,
-            micro_batch=micro_batch, max_micro_batch=max_micro_batch, min_micro_batch=min_micro_batch,
-            memory_limit=memory_limit, headroom=headroom, memory_saving=memory_saving, patience=patience,
-            precision=precision, clip_norm=clip_norm, state=state, batch_norm=batch_norm, accumulate=accumulate,
-            verify=verify, strict=strict, ranks=ranks, compression=compression, collate_fn=collate_fn, split=split,
-            batch_dim=batch_dim, callbacks=callbacks,
+            num_items=num_items, reduction=reduction, before_window=before_window, micro_batch=micro_batch,
+            max_micro_batch=max_micro_batch, min_micro_batch=min_micro_batch, memory_limit=memory_limit,
+            headroom=headroom, memory_saving=memory_saving, patience=patience, precision=precision, clip_norm=clip_norm,
+            state=state, batch_norm=batch_norm, accumulate=accumulate, verify=verify, strict=strict, ranks=ranks,
+            compression=compression, collate_fn=collate_fn, split=split, batch_dim=batch_dim, callbacks=callbacks,
         )  # fmt: skip
         counts = num_items if before_window is None else counting(num_items)
         loss_of, counts, reduction, divides = stated(checked[loss_function], counts, reduction)
         self._callbacks = checked[_checks.of_event_callbacks]
-        self._modules = modules_of(model, loss_fn, training_step, before_window, embed)
+        self._modules = modules_of(model, loss_fn, training_step, before_window)
         parameters = trainable_parameters(model, self._modules, optimizer)
         # One of another model would train nothing, and say nothing.
-        check_optimizer(optimizer, parameters, functions=(loss_fn, training_step, embed))
+        check_optimizer(optimizer, parameters, functions=(loss_fn, training_step))
         _refuse(model, optimizer, parameters, precision)
         with current_device_kept():
             # Where the caller has put it: to move it would leave an optimizer's state, or a compiled model, behind.
@@ -229,14 +221,14 @@ class Accumulator:
         self._modes = [layer.training for layer in self._batch_norms]
         job = Job(
             model=model, modules=tuple(self._modules), optimizer=optimizer, loss_of=loss_of, num_items=counts,
-            divides=divides, reduction=reduction if checked[window_loss_of] is None else "sum",
-            before_window=checked[before_window_of], window_loss=checked[window_loss_of],
+            divides=divides, reduction=reduction,
+            before_window=checked[before_window_of],
             min_micro_batch=min_micro_batch or 1, collate_fn=collate_fn, split=self._split, device=self._device,
             precision=precision, state=state, batch_norm=checked[statistics_of],
         )  # fmt: skip
         # What decides what is computed has to be the same on all ranks; how windows are cut is each one's own.
         self._given: dict[str, Any] = {"reduction": reduction, "compression": compression, "batch_norm": batch_norm}
-        self._given |= {"clip_norm": clip_norm, "precision": precision, "state": state, "loss_scope": loss_scope}
+        self._given |= {"clip_norm": clip_norm, "precision": precision, "state": state}
         with self._telling():
             self._step = make_step(
                 job,
@@ -339,6 +331,11 @@ class Accumulator:
     def _telling(self) -> AbstractContextManager[None]:
         """Return a context whose errors are told to other ranks, where there are any."""
         return nullcontext() if self._meeting is None else self._meeting.telling()
+
+    @property
+    def split_modules(self) -> Layout | None:
+        """How modules are split where micro-batches are joined; None where these are weighted."""
+        return getattr(self._step.transaction, "layout", None)
 
     def _seed(self) -> int:
         """Return the seed of what a collate_fn draws."""

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from autoaccum.data.splits import SplitLike
-from autoaccum.loss.stated import CountItems, LossScope, Reducing
+from autoaccum.loss.stated import CountItems, Reducing
 from autoaccum.memory.limit import MemoryLimit
 from autoaccum.planning.ladder import SavingMode
 from autoaccum.planning.schedules import Progress, Schedule
@@ -39,8 +39,6 @@ def fit(
     num_items: CountItems | None = None,
     reduction: Reducing = None,
     before_window: Callable[..., Any] | None = None,
-    loss_scope: LossScope = "micro-batch",
-    embed: Callable[[Any, Any], Any] | None = None,
     optimizer: OptimizerLike | None = None,
     lr: float | None = None,
     lr_scheduler: MakeScheduler | None = None,
@@ -121,11 +119,6 @@ def fit(
             the window itself. (batch, in_pieces) runs the model on them too, by in_pieces(function) with
             function(model, micro_batch). A mapping is merged into micro-batches that are mappings; anything else is the
             third argument of training_step and loss_fn.
-        loss_scope: micro-batch: the losses of micro-batches add up to the window's; window: the loss is one of all
-            samples of a window, as contrastive losses are: embed makes embeddings of micro-batches, and loss_fn the
-            loss of them all.
-        embed: beside loss_scope="window" (model, micro-batch) -> embeddings, any pytree of tensors with one row per
-            sample; loss_fn is then (embeddings) or (embeddings, batch) -> the mean loss of a window.
         optimizer: an Optimizer or a function (parameters) -> Optimizer; AdamW when left out.
         lr: learning rate of the AdamW that is made when optimizer is left out; 1e-3 when left out too.
         lr_scheduler: function (optimizer, num_steps) -> LRScheduler; stepped once per window, or for every base_batch
@@ -217,16 +210,15 @@ def fit(
     # Each by its name, so that type checkers follow them; a name that is none Python has refused by now, as fit's.
     trainer = Trainer(
         model=model, data=data, effective_batch=effective_batch, loss_fn=loss_fn, training_step=training_step,
-        num_items=num_items, reduction=reduction, before_window=before_window, loss_scope=loss_scope, embed=embed,
-        optimizer=optimizer, lr=lr, lr_scheduler=lr_scheduler, lr_scaling=lr_scaling, base_batch=base_batch,
-        epochs=epochs, steps=steps, samples=samples, micro_batch=micro_batch, max_micro_batch=max_micro_batch,
-        min_micro_batch=min_micro_batch, memory_limit=memory_limit, headroom=headroom, memory_saving=memory_saving,
-        patience=patience, precision=precision, clip_norm=clip_norm, state=state, batch_norm=batch_norm,
-        accumulate=accumulate, verify=verify, strict=strict, compile=compile, device=device, ranks=ranks,
-        balance=balance, compression=compression, seed=seed, shuffle=shuffle, drop_last=drop_last,
-        collate_fn=collate_fn, split=split, batch_dim=batch_dim, num_workers=num_workers,
-        validation_data=validation_data, validate_every=validate_every, metrics=metrics, run_dir=run_dir,
-        checkpoint_every=checkpoint_every, keep_checkpoints=keep_checkpoints, resume=resume, noise_scale=noise_scale,
-        cache=cache, callbacks=callbacks, progress=progress,
+        num_items=num_items, reduction=reduction, before_window=before_window, optimizer=optimizer, lr=lr,
+        lr_scheduler=lr_scheduler, lr_scaling=lr_scaling, base_batch=base_batch, epochs=epochs, steps=steps,
+        samples=samples, micro_batch=micro_batch, max_micro_batch=max_micro_batch, min_micro_batch=min_micro_batch,
+        memory_limit=memory_limit, headroom=headroom, memory_saving=memory_saving, patience=patience,
+        precision=precision, clip_norm=clip_norm, state=state, batch_norm=batch_norm, accumulate=accumulate,
+        verify=verify, strict=strict, compile=compile, device=device, ranks=ranks, balance=balance,
+        compression=compression, seed=seed, shuffle=shuffle, drop_last=drop_last, collate_fn=collate_fn, split=split,
+        batch_dim=batch_dim, num_workers=num_workers, validation_data=validation_data, validate_every=validate_every,
+        metrics=metrics, run_dir=run_dir, checkpoint_every=checkpoint_every, keep_checkpoints=keep_checkpoints,
+        resume=resume, noise_scale=noise_scale, cache=cache, callbacks=callbacks, progress=progress,
     )  # fmt: skip
     return trainer.fit()

@@ -24,8 +24,7 @@ from autoaccum import _checks
 from autoaccum.data.splits import SplitLike, split_of
 from autoaccum.events import Record
 from autoaccum.loss.functions import loss_function
-from autoaccum.loss.stated import CountItems, LossScope, Reducing
-from autoaccum.loss.windowed import window_loss_of
+from autoaccum.loss.stated import CountItems, Reducing
 from autoaccum.memory.limit import MemoryLimit
 from autoaccum.planning.budget import Budget
 from autoaccum.planning.ladder import SavingMode
@@ -76,7 +75,6 @@ CHECKS: tuple[Callable[..., Any], ...] = (
     _checks.of_accumulation,
     _checks.of_verification,
     before_window_of,
-    window_loss_of,
     loss_function,
     _checks.of_validation,
     _checks.of_run_directory,
@@ -187,22 +185,6 @@ class FitArguments:
         probe=Own(),
         accumulator=Own(),
         in_check=Own(),
-    )
-    # A loss in which samples meet has no parts that add up: it takes two passes over the micro-batches.
-    loss_scope: LossScope = option(
-        "micro-batch: the losses of micro-batches add up to the window's; window: the loss is one of all samples of a "
-        "window, as contrastive losses are: embed makes embeddings of micro-batches, and loss_fn the loss of them all.",
-        default="micro-batch",
-        check=window_loss_of,
-        decides="training",
-        accumulator=Own(),
-    )
-    embed: Callable[[Any, Any], Any] | None = option(
-        'beside loss_scope="window" (model, micro-batch) -> embeddings, any pytree of tensors with one row per sample; '
-        "loss_fn is then (embeddings) or (embeddings, batch) -> the mean loss of a window.",
-        default=None,
-        check=window_loss_of,
-        accumulator=Own(),
     )
     # How the optimizer steps.
     optimizer: OptimizerLike | None = option(
@@ -566,7 +548,7 @@ class FitArguments:
 
     def modules(self) -> list[nn.Module]:
         """Return the model, and the loss or the training step where it is a module too."""
-        return modules_of(self.model, self.loss_fn, self.training_step, self.before_window, self.embed)
+        return modules_of(self.model, self.loss_fn, self.training_step, self.before_window)
 
 
 def modules_of(model: object, *functions: object) -> list[nn.Module]:

@@ -27,7 +27,6 @@ from autoaccum.loss.coupling import smallest_micro_batch
 from autoaccum.loss.functions import loss_function, stated
 from autoaccum.loss.hypotheses import kinds_in
 from autoaccum.loss.stated import LossOf
-from autoaccum.loss.windowed import window_loss_of
 from autoaccum.memory.base import Memory
 from autoaccum.memory.devices import find_device, memory_of
 from autoaccum.memory.limit import Limit, MemoryLimit
@@ -50,7 +49,6 @@ from autoaccum.training.metrics import Metrics
 from autoaccum.training.options import FitArguments
 from autoaccum.training.validation import Validator
 from autoaccum.training.validation_together import ValidatorOfAll
-from autoaccum.training.validation_windows import ValidatorOfWindows
 from autoaccum.verification.examiner import Examiner
 from autoaccum.verification.joining import Joiner
 from autoaccum.verification.verdict import measure
@@ -69,8 +67,6 @@ from autoaccum.window.saving import Saving
 from autoaccum.window.sharding import ShardedTransaction
 from autoaccum.window.step import Accumulate, Step
 from autoaccum.window.transaction import Transaction
-from autoaccum.window.two_passes import TwoPasses
-from autoaccum.window.two_passes_joined import SharedTwoPasses
 
 # An Accumulator does not know its batches beforehand, nor does a stream its length; a search wants some end.
 BOUNDLESS = 2**30
@@ -226,7 +222,7 @@ def build(
         fewest = arguments.min_micro_batch or 1
         loss_of = _loss_of_examples(arguments, checked, place.device)
         build_lazy_layers(model, modules, source, loss_of, context, place.device, fewest)
-        functions = (arguments.loss_fn, arguments.training_step, arguments.embed)
+        functions = (arguments.loss_fn, arguments.training_step)
         optimizer = make_optimizer(arguments.optimizer, arguments.lr, parameters, functions)
         learning_rate = LearningRate(
             optimizer,
@@ -361,11 +357,7 @@ def make_step(
     kinds = _kinds_of_saving(job, memory_saving, is_compiled=bool(compiled), is_sharded=is_sharded)
     options: dict[str, Any] = {"clip_norm": clip_norm, "noise_scale": noise_scale, "sharing": sharing_of(job)}
     transaction: Transaction
-    if job.window_loss is not None and group is not None:
-        transaction = SharedTwoPasses(job, group=group, compression=compression, **options)
-    elif job.window_loss is not None:
-        transaction = TwoPasses(job, **options)
-    elif group is None:
+    if group is None:
         transaction = JoinableTransaction(job, **options)
     elif is_sharded:
         transaction = ShardedTransaction(job, group, **options)
@@ -428,8 +420,6 @@ def _why_nothing_is_saved(job: Job, *, is_sharded: bool) -> str | None:
     """Return why no memory of a run is saved, however little there is; None where some may be."""
     if is_sharded:
         return "a forward of a sharded model that is computed again would have to be on all ranks at once"
-    if job.window_loss is not None:
-        return 'loss_scope="window" computes forwards twice by itself'
     if job.batch_norm != MICRO:
         return f"batch_norm={str(job.batch_norm)!r} computes forwards of its own"
     return None
@@ -458,7 +448,6 @@ def step_of(
     fixed = micro_batch if isinstance(micro_batch, int) else max((max(plan) for plan in plans), default=None)
     num_items = arguments.num_items if checked[before_window_of] is None else counting(arguments.num_items)
     loss_of, num_items, reduction, divides = stated(checked[loss_function], num_items, arguments.reduction)
-    window_loss = checked[window_loss_of]
     job = Job(
         model=step_model,
         modules=tuple(arguments.modules()),
@@ -466,9 +455,8 @@ def step_of(
         loss_of=loss_of,
         num_items=num_items,
         divides=divides,
-        reduction=reduction if window_loss is None else "sum",  # which its stand-in is
+        reduction=reduction,
         before_window=checked[before_window_of],
-        window_loss=window_loss,
         collate_fn=arguments.collate_fn or getattr(arguments.data, "collate_fn", None),
         min_micro_batch=arguments.min_micro_batch or 1,
         split=checked[split_of],
@@ -521,8 +509,7 @@ def cache_of(arguments: FitArguments, place: Place, optimizer: torch.optim.Optim
         precision=arguments.precision,
         device=place.device,
         compiled=arguments.compile or bool(compiled_parts(arguments.model, arguments.modules(), ())),
-        # What comes later is there only where it is given, so that earlier runs are found under the same key.
-        functions=(arguments.loss_fn, arguments.training_step, *filter(None, [arguments.embed])),
+        functions=(arguments.loss_fn, arguments.training_step),
     )
 
 
@@ -562,9 +549,6 @@ def validator_of(
             sharded=transaction.sharded,
             smallest=lambda: tuner.smallest,
         )
-    if (window_loss := step.job.window_loss) is not None:
-        size = checked[schedule_of].at(Progress())
-        kind = partial(ValidatorOfWindows, window_loss=window_loss, window_samples=size)
     # Validations read what losses count as windows do, and compiled code hides it from them too.
     context = partial(step.compilations.allowed_within, step.job.autocast)
     validator: Validator = kind(

@@ -226,10 +226,8 @@ def _cure(argument: str, name: str, parameters: list[str]) -> str:
     """Return what to pass to a function in the place of an argument that it does not have."""
     in_a_loop = _IN_A_LOOP if name == "Accumulator" else {}
     # To which the cure of what it finds itself leads.
-    if name in ("check", "probe") and argument in ("loss_scope", "embed"):
-        return f"Train with it: fit measures a loss over the whole window in its first one, and {name} has none."
-    if name in _PASSES and argument in ("loss_scope", "embed"):
-        return "Embed by predict(model, data, forward=embed), and call loss_fn on what it returns, a window at a time."
+    if argument in ("loss_scope", "embed"):
+        return "Leave it out: a loss that compares samples is that of the full batch by default (accumulate='auto')."
     if "metric" in parameters and (cure := _found(argument, _OF_A_CALLBACK)):
         return cure
     if cure := elsewhere(argument):

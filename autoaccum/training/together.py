@@ -71,7 +71,6 @@ def _refuse_sharded(arguments: FitArguments) -> None:
         "state": arguments.state == "window",
         # All ranks run as many micro-batches, whose sizes follow from that.
         "before_window": arguments.before_window is not None,
-        "loss_scope": arguments.loss_scope == "window",
         "min_micro_batch": (arguments.min_micro_batch or 1) > 1,
         "micro_batch": not isinstance(arguments.micro_batch, int | str),
         "balance": arguments.balance != "equal",
@@ -141,7 +140,6 @@ def begin(group: Group, run: KeptOfRun, arguments: FitArguments, source: Source,
         "data": f"{source.num_samples} samples",
         # A function is another object on each rank; what it asks for is compared in each window.
         "effective_batch": _shown(arguments.effective_batch),
-        "loss_scope": arguments.loss_scope,
         "min_micro_batch": arguments.min_micro_batch,
         "seed": arguments.seed,
         "compression": arguments.compression,

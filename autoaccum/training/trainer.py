@@ -17,7 +17,7 @@ from autoaccum.data.splits import SplitLike, split_of
 from autoaccum.errors import ArgumentError, StopTraining
 from autoaccum.events import Event, Finished, Record, Resumed, StepReport
 from autoaccum.loss.coupling import smallest_micro_batch
-from autoaccum.loss.stated import CountItems, LossScope, Reducing
+from autoaccum.loss.stated import CountItems, Reducing
 from autoaccum.memory import clock
 from autoaccum.memory.devices import being_current, current_device_kept
 from autoaccum.memory.limit import MemoryLimit
@@ -81,8 +81,6 @@ class Trainer:
         num_items: CountItems | None = None,
         reduction: Reducing = None,
         before_window: Callable[..., Any] | None = None,
-        loss_scope: LossScope = "micro-batch",
-        embed: Callable[[Any, Any], Any] | None = None,
         optimizer: OptimizerLike | None = None,
         lr: float | None = None,
         lr_scheduler: MakeScheduler | None = None,
@@ -132,17 +130,17 @@ class Trainer:
         """Set up a run, up to its first window; ``fit`` says what the arguments are."""
         given = FitArguments(
             model=model, data=data, effective_batch=effective_batch, loss_fn=loss_fn, training_step=training_step,
-            num_items=num_items, reduction=reduction, before_window=before_window, loss_scope=loss_scope, embed=embed,
-            optimizer=optimizer, lr=lr, lr_scheduler=lr_scheduler, lr_scaling=lr_scaling, base_batch=base_batch,
-            epochs=epochs, steps=steps, samples=samples, micro_batch=micro_batch, max_micro_batch=max_micro_batch,
-            min_micro_batch=min_micro_batch, memory_limit=memory_limit, headroom=headroom, memory_saving=memory_saving,
-            patience=patience, precision=precision, clip_norm=clip_norm, state=state, batch_norm=batch_norm,
-            accumulate=accumulate, verify=verify, strict=strict, compile=compile, device=device, ranks=ranks,
-            balance=balance, compression=compression, seed=seed, shuffle=shuffle, drop_last=drop_last,
-            collate_fn=collate_fn, split=split, batch_dim=batch_dim, num_workers=num_workers,
-            validation_data=validation_data, validate_every=validate_every, metrics=metrics, run_dir=run_dir,
-            checkpoint_every=checkpoint_every, keep_checkpoints=keep_checkpoints, resume=resume,
-            noise_scale=noise_scale, cache=cache, callbacks=callbacks, progress=progress,
+            num_items=num_items, reduction=reduction, before_window=before_window, optimizer=optimizer, lr=lr,
+            lr_scheduler=lr_scheduler, lr_scaling=lr_scaling, base_batch=base_batch, epochs=epochs, steps=steps,
+            samples=samples, micro_batch=micro_batch, max_micro_batch=max_micro_batch, min_micro_batch=min_micro_batch,
+            memory_limit=memory_limit, headroom=headroom, memory_saving=memory_saving, patience=patience,
+            precision=precision, clip_norm=clip_norm, state=state, batch_norm=batch_norm, accumulate=accumulate,
+            verify=verify, strict=strict, compile=compile, device=device, ranks=ranks, balance=balance,
+            compression=compression, seed=seed, shuffle=shuffle, drop_last=drop_last, collate_fn=collate_fn,
+            split=split, batch_dim=batch_dim, num_workers=num_workers, validation_data=validation_data,
+            validate_every=validate_every, metrics=metrics, run_dir=run_dir, checkpoint_every=checkpoint_every,
+            keep_checkpoints=keep_checkpoints, resume=resume, noise_scale=noise_scale, cache=cache, callbacks=callbacks,
+            progress=progress,
         )  # fmt: skip
         with current_device_kept(), named("the run was set up"):
             self._set_up(given)

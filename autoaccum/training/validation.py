@@ -6,7 +6,6 @@ import gc
 import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import partial
 from typing import Any
 
 import torch
@@ -35,20 +34,18 @@ from autoaccum.planning.attempts import Piece
 from autoaccum.planning.limits import CLEARLY_OVER, Limits
 from autoaccum.planning.saved import TRIALS
 from autoaccum.planning.trials import Trials
+from autoaccum.training.evaluating_joined import JoinedEvaluations, pieces_of
 from autoaccum.training.metrics import Metrics, SharedTree, Sums
 from autoaccum.training.validation_losses import CountedLosses, Loss, Losses, OneLoss, SeveralTerms
 from autoaccum.training.validation_losses import read as read_all
-from autoaccum.verification.joining import COUNTS, sizes_of
-from autoaccum.verification.rows import RowChecks
 from autoaccum.window.attributes import Attributes
 from autoaccum.window.before import Sharing
-from autoaccum.window.joined import joining
 from autoaccum.window.outputs import Outputs
 from autoaccum.window.precision import Autocast
 from autoaccum.window.raised import is_told, tell_micro_batch
 from autoaccum.window.single_samples import may_need_another
 from autoaccum.window.snapshot import Snapshot
-from autoaccum.window.split_calls import Layout, NotRowsError
+from autoaccum.window.split_calls import Layout
 from autoaccum.window.terms import Terms
 
 # The ways to read off a loss what it is a mean over; checkpoints keep these names. Each costs the memory of a graph,
@@ -105,7 +102,6 @@ class Validator:
             metrics: what else is reported.
         """
         self._metrics = metrics
-        self._called = model
         self._model = model if metrics is None else metrics.model
         self._modules = list({id(m): m for root in modules for m in root.modules()}.values())
         self._source = source
@@ -114,7 +110,8 @@ class Validator:
         self._sharing: Sharing | None = None
         self._window_samples = 0
         self._trained_layout: Callable[[], Layout | None] = lambda: None
-        self._layout: Layout | None = None  # of joined windows; None where losses of micro-batches are averaged
+        self._joined = JoinedEvaluations(model, device)
+        self._is_joined = False  # else losses of micro-batches are averaged
         self._autocast = autocast
         self._device = device
         self._memory = memory
@@ -172,12 +169,12 @@ class Validator:
         with self._evaluating():
             ceiling = max(training_micro_batch, self._fewest)
 
-            self._begin_joined()
+            self._is_joined = self._joined.follow(self._trained_layout())
 
             def size(seen: int) -> int:
                 """Return how many samples to read next: all that are left, where fewer than may be would remain."""
                 wanted, total = self._trials.size(ceiling), self._source.num_samples
-                if self._layout is not None:
+                if self._is_joined:
                     left = math.inf if total is None else total - seen
                     # Two halves rather than a window and a few samples more, which would be of another loss.
                     is_odd = self._window_samples < left < 2 * self._window_samples
@@ -195,7 +192,7 @@ class Validator:
                     if isinstance(outcome := self._try(window, piece), Shortage):
                         self._make_do(outcome, piece, patience)
                         continue
-                    losses.add(piece.size if self._layout is None else window.num_samples, outcome)
+                    losses.add(window.num_samples if self._is_joined else piece.size, outcome)
                     self._is_done = True
                     largest = max(largest, piece.size)
                 num_samples += window.num_samples
@@ -248,20 +245,9 @@ class Validator:
         """
         self._trained_layout, self._window_samples = layout, num_samples
 
-    def _begin_joined(self) -> None:
-        """Join windows if those of training are; what is split there may have to be opened here, too."""
-        trained = self._trained_layout()
-        if trained is None:
-            self._layout = None
-            return
-        if self._layout is None:
-            self._layout = Layout(trained.roots)
-        for module in trained.opened():
-            self._layout.open(module)
-
     def _pieces(self, window: Window, ceiling: int) -> Iterator[Piece]:
         """Yield the pieces of a window; of a joined one the first micro-batch, until all of them fit."""
-        if self._layout is None:
+        if not self._is_joined:
             yield from self._trials.window(window.num_samples, ceiling)
             return
         self._is_done = False
@@ -269,39 +255,18 @@ class Validator:
             size = min(self._trials.size(ceiling), window.num_samples)
             yield Piece(0, size, is_trial=size > self._trials.largest)
 
-    def _joined_outcome(self, layout: Layout, window: Window, size: int) -> tuple[Loss, Sums, Outputs]:
+    def _joined_outcome(self, window: Window, size: int) -> tuple[Loss, Sums, Outputs]:
         """Compute the loss of a whole window, by micro-batches of ``size`` samples."""
+
+        def few(count: int) -> None:
+            self._without_graph(window.micro_batch(0, count))
+            self._computed = None
+
         count = window.num_samples
-        sizes = [size] * (count // size) + [count % size] * (count % size > 0)
-        if not layout.rows and count > 2:
-            self._measure_calls(layout, window)
-        while True:
-            state = randomness.get_state(self._device)
-            try:
-                with joining(self._called, layout, sizes, self._device):
-                    return self._outcome(lambda: window.micro_batch(0, count), count)
-            except NotRowsError as error:
-                layout.open(error.module)
-            randomness.set_state(state, self._device)
-
-    def _measure_calls(self, layout: Layout, window: Window) -> None:
-        """Find out by a few samples where the rows of each call lie, and which modules have to be opened."""
-
-        def measured(few: int) -> None:
-            state = randomness.get_state(self._device)
-            try:
-                with joining(self._called, layout, sizes_of(few), self._device, checks=RowChecks()):
-                    self._without_graph(window.micro_batch(0, few))
-            finally:
-                self._computed = None
-                randomness.set_state(state, self._device)
-
-        for few in (count for count in COUNTS if count <= window.num_samples):
-            try:
-                if not isinstance(attempt(partial(measured, few)), RanOut):
-                    return
-            except Exception:  # of a step that wants the whole window: shapes tell where its rows lie
-                return
+        self._joined.measure(count, few)
+        return self._joined.run(
+            pieces_of(count, size), lambda: self._outcome(lambda: window.micro_batch(0, count), count)
+        )
 
     def _next_window(self, reader: Reader, num_samples: int) -> Window | None:
         """Return the next samples: as many as are run at once, or a window of the run's where one shares anything."""
@@ -444,11 +409,10 @@ class Validator:
         is_measured = piece.is_trial or not self._is_enforced
         if is_measured:
             self._memory.reset_peak()
-        layout = self._layout
-        if layout is None:
-            outcome = attempt(lambda: self._outcome(lambda: window.micro_batch(piece.start, piece.size), piece.size))
+        if self._is_joined:
+            outcome = attempt(lambda: self._joined_outcome(window, piece.size))
         else:
-            outcome = attempt(lambda: self._joined_outcome(layout, window, piece.size))
+            outcome = attempt(lambda: self._outcome(lambda: window.micro_batch(piece.start, piece.size), piece.size))
         if isinstance(outcome, RanOut):
             return self._ran_out(piece, outcome)
         loss, sums, outputs = outcome
@@ -515,7 +479,7 @@ class Validator:
         counted = None if self._num_items is None else count_items(self._num_items, batch)
         if counted is not None:
             return self._counted(batch, size, counted)
-        if self._layout is not None:
+        if self._is_joined:
             return OneLoss(self._without_graph(batch), Reduction(size), size)
         ways, is_untold = list(self._ways), False
         while self._ways:

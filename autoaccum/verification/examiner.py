@@ -264,9 +264,6 @@ class Examiner:
             if self._is_first:
                 trained = [p for p in self._parameters if p.requires_grad]
                 said.extend(notices.half_precision_notices(trained))
-                # Where micro-batches of such a loss are measured it is for their noise.
-                if self._job.window_loss is not None and gradient.parts:
-                    said.append(notices.noise_notice())
                 self._is_first = False
             before, drops = self._transaction.hypothesis, self._transaction.drops_nan
             reason = None
@@ -494,7 +491,6 @@ class Examiner:
             suspicion,
             is_time_first=verdict.is_time_first,
             statistics=self._job.batch_norm,
-            embeds=self._job.window_loss is not None,
             counts_items=self._job.num_items is not None,
         )
         self._fail(notice, decision.error, said)

@@ -19,16 +19,12 @@ from autoaccum.verification.comparison import Error
 from autoaccum.verification.draws import Recording, UnalignedError, UnsettledError, drawing_nothing
 from autoaccum.verification.findings import NotFiniteError, ZeroGradientError
 from autoaccum.verification.measurement import Measurement
-from autoaccum.verification.rows import OF_16_BITS, RowChecks, RowsOfDraws
+from autoaccum.verification.rows import COUNTS, OF_16_BITS, RowChecks, RowsOfDraws, sizes_of
 from autoaccum.verification.samples import choose
 from autoaccum.window.job import Job
 from autoaccum.window.split_calls import Layout, MovedError, NotRowsError, SplitCalls, called_children
 from autoaccum.window.state import State
 
-COUNTS = (7, 5, 3, 2)
-"""Samples that are measured, the first of these that there are: odd ones are seldom another extent of a tensor."""
-_SIZES = {7: (3, 2, 2), 5: (1, 2, 2), 3: (1, 2), 2: (1, 1)}
-"""Their micro-batches: of sizes that differ, to tell the dimension of samples, and at odds with groups of two."""
 _SETTINGS = frozenset((bool, int, float, str))
 """Types of attributes that say how a module computes."""
 _MOST_TRIES = 200
@@ -154,14 +150,6 @@ def _measured(
         words = str(error).partition("\n")[0]
         why = f"on a few samples by themselves it fails ({type(error).__name__}: {words})"
         return JoinedVerdict(unmeasured=why, fails=True)
-
-
-def sizes_of(count: int) -> tuple[int, ...]:
-    """Return how so many samples are split to be measured, unevenly where they can be."""
-    if count in _SIZES:
-        return _SIZES[count]
-    first = count // 2 - (count % 2 == 0)
-    return first, count - first
 
 
 class Joiner:

@@ -154,7 +154,6 @@ class MicroBatches:
             error,
             sum(map(len, parts)),
             suspicion(),
-            embeds=self.job.window_loss is not None,
             counts_items=self.job.num_items is not None,
         )
         return notice, error

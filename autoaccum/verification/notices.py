@@ -22,23 +22,17 @@ from autoaccum.verification.findings import FOREIGN, Cause, Decision
 
 
 _REGROUP = "Pass accumulate='joined', which is exact, or batch_norm='ghost:32' or 'frozen'; use GroupNorm or LayerNorm"
-_CONVERT = "Use GroupNorm or LayerNorm"
 
 
-def batch_norm_notices(
-    modules: Sequence[nn.Module], statistics: Statistics = MICRO, *, embeds: bool = False
-) -> list[Notice]:
-    """Return what to say when windows of a model with BatchNorm are cut, and others than a micro-batch's are taken.
-
-    ``embeds`` is whether micro-batches make embeddings of a loss over the whole window, which takes no ``batch_norm``.
-    """
+def batch_norm_notices(modules: Sequence[nn.Module], statistics: Statistics = MICRO) -> list[Notice]:
+    """Return what to say when windows of a model with BatchNorm are cut, and others than a micro-batch's are taken."""
     # Only those that normalise by a batch: by running statistics no sample meets another.
     layers = count_batch_norms(modules)
     notice = Notice(
         cause=f"The model holds {layers} BatchNorm layer{'s' if layers > 1 else ''} in training mode",
         consequence="Each normalises by the statistics of a micro-batch instead of the window, so that the gradient "
         "depends on how windows are cut",
-        cure=f"{_CONVERT if embeds else _REGROUP} (autoaccum.convert_batch_norm), put the BatchNorm "
+        cure=f"{_REGROUP} (autoaccum.convert_batch_norm), put the BatchNorm "
         "layers in eval mode, or pass micro_batch= the whole window if it fits",
     )
     if statistics.kind != "micro":  # a layer that computes what it does by itself
@@ -51,36 +45,14 @@ def batch_norm_notices(
     return [notice] if layers else []
 
 
-def noise_notice() -> Notice:
-    """Return what to say when the noise scale is estimated of a loss over the whole window."""
-    return Notice(
-        cause="The noise scale is estimated beside loss_scope='window'",
-        consequence="It is the noise in what samples add through their own embeddings, those of all others being as "
-        "they are; that a larger window has another loss, of more comparisons, is no part of it",
-        cure="Take it for how noisy steps of this window are, and compare windows by what they train",
-    )
-
-
 def coupling_notice() -> Notice:
     """Return what to say when windows are cut whose loss compares samples with each other."""
     return Notice(
         cause="The loss lets the samples of a batch meet, as contrastive losses and statistics over a batch do",
         consequence="Each sample meets those of its micro-batch only, instead of all in the window: another loss",
-        cure="Pass loss_scope='window' with embed= and loss_fn=, which compares the embeddings of all of it; compute "
-        "statistics of the window in before_window=; or pass micro_batch= the whole window if it fits, "
-        "lower effective_batch if it does not, or let samples meet what does not come from the batch, such as a queue "
-        "of past ones or running statistics",
-    )
-
-
-def meeting_notice() -> Notice:
-    """Return what to say when windows are cut whose embeddings depend on the samples beside them."""
-    return Notice(
-        cause="embed lets the samples of a micro-batch meet, as statistics over a batch do",
-        consequence="The embedding of a sample depends on those beside it, so that the gradient depends on how windows "
-        "are cut",
-        cure="Let each row that embed returns come from its own sample, and compute what compares them in loss_fn, "
-        "which sees all of the window; or pass micro_batch= the whole window if it fits",
+        cure="Pass accumulate='joined', which computes the loss of all of it; or pass micro_batch= the whole window if "
+        "it fits, lower effective_batch if it does not, or let samples meet what does not come from the batch, such as "
+        "a queue of past ones or running statistics",
     )
 
 
@@ -188,7 +160,6 @@ def failure_notice(
     *,
     is_time_first: bool = False,
     statistics: Statistics = MICRO,
-    embeds: bool = False,
     counts_items: bool = False,
 ) -> Notice:
     """Return what to say of windows whose gradient was measured to depend on how they are cut.
@@ -201,14 +172,13 @@ def failure_notice(
         suspicion: what the graph of the loss says against it.
         is_time_first: whether the tensors that were cut may have their samples in dim 1.
         statistics: those that BatchNorm is to normalise by.
-        embeds: whether micro-batches make embeddings of a loss over the whole window.
         counts_items: whether num_items was passed.
     """
-    known = [_of_cause(cause, modules, statistics, embeds) for cause in causes]
+    known = [_of_cause(cause, modules, statistics) for cause in causes]
     if decision.contradiction is not None:
         known = [_contradicted(decision.contradiction)]
     if not known:
-        known = [suspicion or _unknown(embeds=embeds, counts_items=counts_items)]
+        known = [suspicion or _unknown(counts_items=counts_items)]
     found = [notice for notice in known if notice is not None]
     if not causes and is_time_first:
         found.append(_TIME_FIRST)
@@ -241,9 +211,9 @@ _UNKNOWN = Notice(
     consequence="No weights of micro-batches add them up to the loss of their window, so that the gradient depends on "
     "how windows are cut",
     cure="Let the loss end in one mean, or one sum, over samples; compute statistics of a batch, those that inputs are "
-    "normalised by too, in before_window=; or compute the loss of the whole window: loss_scope='window' with "
-    "embed= and loss_fn=; or pass micro_batch= the whole window if it fits, or num_items=(micro-batch) -> how many "
-    "items its loss is a mean over (of losses in a dict, a dict of such functions)",
+    "normalised by too, in before_window=; or pass accumulate='joined', or micro_batch= the whole window if it "
+    "fits, or num_items=(micro-batch) -> how many items its loss is a mean over (of losses in a dict, a dict of such "
+    "functions)",
 )
 
 
@@ -252,24 +222,19 @@ _MISCOUNTED = replace(
     cause="The loss is neither a mean over what num_items counts, nor over samples, nor a sum over these",
     cure="Let num_items return what the loss of the micro-batch that it is given is divided by (of losses in a dict, "
     "let it be a dict of such functions by the same names), and let nothing be done to that mean, such as squaring it; "
-    "compute statistics of the window in before_window=; or compute the loss of the whole window: loss_scope='window' "
-    "with embed= and loss_fn=; or pass micro_batch= the whole window if it fits",
-)
-_UNKNOWN_OF_EMBEDDINGS = replace(
-    meeting_notice(), cause="The embedding of a sample depends on the micro-batch that it is in"
+    "compute statistics of the window in before_window=; or pass accumulate='joined', or micro_batch= the whole "
+    "window if it fits",
 )
 
 
-def _unknown(*, embeds: bool, counts_items: bool) -> Notice:
+def _unknown(*, counts_items: bool) -> Notice:
     """Return what to say of a loss of which nothing shows why it does not add up."""
-    if embeds:
-        return _UNKNOWN_OF_EMBEDDINGS
     return _MISCOUNTED if counts_items else _UNKNOWN
 
 
-def _of_cause(cause: Cause, modules: Sequence[nn.Module], statistics: Statistics, embeds: bool) -> Notice | None:
+def _of_cause(cause: Cause, modules: Sequence[nn.Module], statistics: Statistics) -> Notice | None:
     if cause == "batch norm":
-        return next(iter(batch_norm_notices(modules, statistics, embeds=embeds)), None)
+        return next(iter(batch_norm_notices(modules, statistics)), None)
     return _CAUSES[cause]
 
 
@@ -305,8 +270,8 @@ _CAUSES: dict[Cause, Notice] = {
         cause="What a sample adds to the loss depends on its place among the others, as where each is mixed with "
         "that of a flip or a roll of the batch (MixUp), or compared with that beside it",
         consequence="They meet those of their micro-batch only, instead of all in the window",
-        cure="Mix samples in before_window=, which is given all of the window; compare them in loss_scope='window' "
-        "with embed= and loss_fn=; or pass micro_batch= the whole window if it fits",
+        cure="Mix samples in before_window=, which is given all of the window; or pass accumulate='joined', or "
+        "micro_batch= the whole window if it fits",
     ),
     "coupling": coupling_notice(),
     "mixing": Notice(
@@ -395,11 +360,9 @@ def dropped_notice(error: float) -> Notice:
     )
 
 
-def joined_notice(
-    error: float, samples: int, suspicion: Notice | None, *, embeds: bool = False, counts_items: bool = False
-) -> Notice:
+def joined_notice(error: float, samples: int, suspicion: Notice | None, *, counts_items: bool = False) -> Notice:
     """Return what to say of micro-batches whose losses do not add up to that of two of them joined."""
-    known = suspicion or _unknown(embeds=embeds, counts_items=counts_items)
+    known = suspicion or _unknown(counts_items=counts_items)
     off = f"two micro-batches have a loss {percent(error)} off that of the {samples} samples joined"
     return replace(known, cause=f"{known.cause}: {off}, while those of a few samples are not")
 

@@ -105,7 +105,7 @@ def densest(gradient: Gradient, place: int) -> dict[tuple[int, int], float]:
 def suspicion(job: Job, met: Met, shown: Sequence[Reduction]) -> Notice | None:
     """Return what the graphs say against a loss that was measured not to add up; None where they say nothing."""
     if couples_samples(met):
-        return _of_coupling(job)
+        return notices.coupling_notice()
     # What its graph does not tell, the user has told.
     return None if job.num_items is not None else notices.doubt_of([size for size, _ in met], shown)
 
@@ -116,10 +116,9 @@ def doubts(job: Job, gradient: Gradient, met: Met, shown: Sequence[Reduction]) -
     if found is None:
         return []
     # Of groups, and of running statistics, nothing depends on how windows are cut.
-    embeds = job.window_loss is not None
-    said = notices.batch_norm_notices(job.modules, embeds=embeds) if job.batch_norm.kind == "micro" else []
+    said = notices.batch_norm_notices(job.modules) if job.batch_norm.kind == "micro" else []
     if couples_samples(met):  # no count makes it exact
-        return [*said, _of_coupling(job)]
+        return [*said, notices.coupling_notice()]
     if job.num_items is not None:
         # What the user says is compared with what the losses show, of every micro-batch or not at all.
         if len(shown) == len(gradient.sizes) and not job.divides:
@@ -133,8 +132,3 @@ def doubts(job: Job, gradient: Gradient, met: Met, shown: Sequence[Reduction]) -
     if found.doubt is not None:
         said.append(notices.doubt_notice(*found.doubt))
     return said
-
-
-def _of_coupling(job: Job) -> Notice:
-    """Return what to say of samples that meet: in a loss, or in embeddings, of which the loss is yet to be made."""
-    return notices.coupling_notice() if job.window_loss is None else notices.meeting_notice()

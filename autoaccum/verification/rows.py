@@ -27,6 +27,11 @@ _TOLERANCES = {torch.float64: 1e-8, torch.complex128: 1e-8, torch.float32: 1e-4,
 OF_16_BITS = 3e-2
 """The same of 16 bits: sums of micro-batches round otherwise than those of the whole."""
 
+COUNTS = (7, 5, 3, 2)
+"""Samples that are measured, the first of these that there are: odd ones are seldom another extent of a tensor."""
+_SIZES = {7: (3, 2, 2), 5: (1, 2, 2), 3: (1, 2), 2: (1, 1)}
+"""Their micro-batches: of sizes that differ, to tell the dimension of samples, and at odds with groups of two."""
+
 
 class RowsOfDraws(Replaying):  # type: ignore[no-untyped-call]
     """A mode that gives each micro-batch of a split call its rows of what the whole has drawn."""
@@ -337,3 +342,11 @@ def _are_inputs(again: Again) -> bool:
     inputs = {one.untyped_storage().data_ptr() for one in again.inputs if one.numel()}
     outputs = [one for one in again.outputs if isinstance(one, torch.Tensor) and one.numel()]
     return any(one.untyped_storage().data_ptr() in inputs for one in outputs)
+
+
+def sizes_of(count: int) -> tuple[int, ...]:
+    """Return how so many samples are split to be measured, unevenly where they can be."""
+    if count in _SIZES:
+        return _SIZES[count]
+    first = count // 2 - (count % 2 == 0)
+    return first, count - first

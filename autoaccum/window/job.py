@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from autoaccum.loss.shared import BeforeWindow
-from autoaccum.loss.stated import CountItems, LossOf, Reducing, WindowLoss, by_name
+from autoaccum.loss.stated import CountItems, LossOf, Reducing, by_name
 from autoaccum.planning.granules import MICRO, Statistics
 from autoaccum.window.precision import Autocast, Precision, autocast
 
@@ -42,8 +42,6 @@ class Job:
     """What the user says that the loss is, or each of several."""
     before_window: BeforeWindow | None = None
     """What is called once a window, and what its micro-batches then come with; None for nothing."""
-    window_loss: WindowLoss | None = None
-    """The loss of whole windows, for which ``loss_of`` stands in; None where losses are of micro-batches."""
     collate_fn: Callable[[list[Any]], Any] | None = None
     """What makes batches of samples, where the user has passed it."""
     min_micro_batch: int = 1
@@ -67,8 +65,7 @@ class Job:
         of_each = [counting] if counting is None or callable(counting) else list(by_name(counting).values())
         # What it keeps moves once a window, and is put back with all else that a measurement has moved.
         before = None if self.before_window is None else self.before_window.function
-        of_window = [] if self.window_loss is None else [self.window_loss.embed, self.window_loss.loss_fn]
-        return [self.loss_of, *of_each, self.collate_fn, before, *of_window]
+        return [self.loss_of, *of_each, self.collate_fn, before]
 
     def computed_by(self, loss_of: LossOf) -> Job:
         """Return the same with another function for its loss."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
@@ -9,6 +10,7 @@ from typing import Any
 
 import torch
 
+from autoaccum.loss.terms import Reduction
 from autoaccum.memory.oom import is_out_of_memory
 from autoaccum.planning.attempts import Piece
 from autoaccum.planning.granules import MICRO
@@ -84,6 +86,13 @@ class JoinableTransaction(Transaction):
             return Repeat(sizes=sizes)
         return replace(outcome, sizes=sizes, own=sizes)
 
+    def _reduction(self, loss: torch.Tensor, num_samples: int, counted: Any) -> Reduction:
+        # Of all samples at once no count decides anything, unless there is none. And what a graph has checkpointed, as
+        # a loss in chunks does, would be computed to be read, all of it.
+        if self.layout is None or math.isnan(loss.item()):
+            return super()._reduction(loss, num_samples, counted)
+        return Reduction(float(num_samples) if counted is None else counted)
+
     def _run_joined(self, layout: Layout, sizes: tuple[int, ...]) -> NotRowsError | MovedError | None:
         """Run the window; return what has refused to be split."""
         options: dict[str, Any] = {"generators": self.snapshot.generators(), "ranks": self._ranks}
@@ -131,8 +140,6 @@ def why_not_joined(job: Job, *, noise_scale: bool, is_sharded: bool) -> tuple[st
         return "a model sharded by FSDP2", "Its ranks weigh their micro-batches: leave accumulate out."
     if noise_scale:
         return "noise_scale=True", "It is measured on weighted micro-batches: leave one of the two out."
-    if job.window_loss is not None:
-        return "loss_scope='window'", "That is joined already: leave one of the two out."
     if job.before_window is not None:
         return "before_window=", "A joined step sees the whole batch: compute there what before_window returned."
     if job.state == "window" or job.batch_norm != MICRO:

@@ -23,6 +23,7 @@ import torch
 from torch.utils import _pytree as pytree
 
 from autoaccum.data.randomness import generator_state, get_state, seed_all, set_generator_state, set_state
+from autoaccum.ranks.channel import undisturbed
 from autoaccum.ranks.group import Group
 from autoaccum.ranks.shares import whole_of
 from autoaccum.window.gradient import Gradient, Repeat
@@ -134,37 +135,48 @@ class TogetherRanks:
             if at is not None:
                 shape[at[0]] = at[1] * self.num_samples
             kinds.append((tuple(shape), one.dtype, at))
+        # Memory is taken before others are told: between that and the sums they would wait for this rank.
+        found = [
+            self._laid_out(one, kind[0], kind[2]) if isinstance(one, torch.Tensor) and kind[2] is not None else one
+            for one, kind in zip(outputs, kinds, strict=True)
+        ]
+        # As bytes, of which all ranks but one have zeros: whatever they stand for, their sum is what that one has.
+        laid_out = [whole for whole, own in zip(found, outputs, strict=True) if whole is not own]
+        buffers = [whole.view(-1).view(torch.uint8) for whole in laid_out]
         if any(each != kinds for each in self.hear(kinds)):
             error = NotRowsError(call.module, "its outputs differ between ranks")
             error.is_agreed = True
             raise error
-        return [
-            self._gathered(one, kind[0], kind[2]) if isinstance(one, torch.Tensor) and kind[2] is not None else one
-            for one, kind in zip(outputs, kinds, strict=True)
-        ]
+        self._add_up(buffers)
+        return found
 
-    def _gathered(self, own: torch.Tensor, shape: tuple[int, ...], rows: Any) -> torch.Tensor:
+    def _laid_out(self, own: torch.Tensor, shape: tuple[int, ...], rows: Any) -> torch.Tensor:
+        """Return room for the rows of all ranks, in which this one's are there."""
         low, high = self._own
         whole = own.new_zeros(shape)
         if low < high:
             cut(whole, rows, low, high).copy_(own)
-        if whole.numel():
-            # As bytes, of which all ranks but one have zeros: whatever they stand for, their sum is what that one has.
-            self._group.channel.begin_sum(whole.view(-1).view(torch.uint8))()
         return whole
+
+    def _add_up(self, buffers: Sequence[torch.Tensor]) -> None:
+        with undisturbed():
+            for buffer in buffers:
+                if buffer.numel():
+                    self._group.channel.begin_sum(buffer)()
 
     def sum(self, tensors: dict[int, torch.Tensor], like: dict[int, torch.Tensor]) -> dict[int, torch.Tensor]:
         """Return the mean over ranks of tensors; one that a rank has not is 0 there, and has the shape of ``like``."""
+        # Of its own, for what autograd has given may be somebody else's too.
+        found = {
+            at: tensors[at].clone(memory_format=torch.contiguous_format)
+            if at in tensors
+            else torch.zeros_like(one, memory_format=torch.contiguous_format)
+            for at, one in like.items()
+        }
+        flat = {at: (torch.view_as_real(one) if one.is_complex() else one).view(-1) for at, one in found.items()}
         there = sorted({at for each in self.hear(sorted(tensors)) for at in each})
-        found = {}
-        for at in there:
-            # Of its own, for what autograd has given may be somebody else's too.
-            summed = tensors[at].clone().contiguous() if at in tensors else torch.zeros_like(like[at]).contiguous()
-            flat = torch.view_as_real(summed) if summed.is_complex() else summed
-            if flat.numel():
-                self._group.channel.begin_sum(flat.view(-1))()
-            found[at] = summed.div_(self.size)
-        return found
+        self._add_up([flat[at] for at in there])
+        return {at: found[at].div_(self.size) for at in there}
 
 
 class Gathered:

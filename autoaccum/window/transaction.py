@@ -237,12 +237,16 @@ class Transaction:
                 self._tally.weight(piece.size, 0.0)
                 self._losses.append(None)
             else:
-                reduction = read_by(self.hypothesis, loss, piece.size, counted=counted, waits=not self._is_deferred)
+                reduction = self._reduction(loss, piece.size, counted)
                 self.signs.see_graph(len(self._sizes), piece.size, self._nodes, loss, reduction)
                 self._add(loss, reduction, piece.size)
         # The nodes that a reduction names would keep the graph alive.
         self._reductions.append(without_graph(reduction))
         self._sizes.append(piece.size)
+
+    def _reduction(self, loss: torch.Tensor, num_samples: int, counted: Any) -> Reduction:
+        """Return how the loss of a micro-batch was reduced."""
+        return read_by(self.hypothesis, loss, num_samples, counted=counted, waits=not self._is_deferred)
 
     def _compute_terms(self, batch: Any, piece: Piece, counted: dict[str, Count]) -> None:
         """Add a micro-batch whose terms are weighed one by one; ``counted`` is what the user counts of them."""

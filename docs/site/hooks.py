@@ -34,8 +34,6 @@ MODULES = (
     "autoaccum.integrations.transformers",
     "autoaccum.integrations.lightning",
     "autoaccum.loss.contrastive",
-    "autoaccum.loss.image_text",
-    "autoaccum.loss.sentences",
 )
 """Modules that users import from, each with a page of the reference beside that of ``autoaccum`` itself."""
 

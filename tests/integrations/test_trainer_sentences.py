@@ -107,7 +107,7 @@ def test_a_window_that_ran_out_of_memory_leaves_no_mark(encoder: Callable[[], An
         def around(step: int) -> Any:
             return fault if step == 1 else contextlib.nullcontext()
 
-        more = {"effective_batch": 16, "micro_batch": 8, "verify": False, "around": around}
+        more = {"effective_batch": 16, "micro_batch": 8, "accumulate": "joined", "verify": False, "around": around}
         loss = of_sentences.MultipleNegativesRankingLoss
         return run(AutoAccumSentenceTrainer, encoder(), tmp_path, loss, sentence_pairs(), more)
 

@@ -372,15 +372,7 @@ class TestRefusals:
         for told in launch(asked_for_by_a_rank, 2):
             assert "a forward of a sharded model that is computed again would have to be on all ranks at once" in told
 
-    def test_beside_losses_of_whole_windows(self) -> None:
-        with pytest.raises(ArgumentError, match="computes forwards twice by itself"):
-            autoaccum.fit(
-                Stack(depth=2), data(), effective_batch=4, steps=1, loss_scope="window",
-                embed=lambda model, batch: model(batch[0]).mean(1), loss_fn=lambda embedded: embedded.square().mean(),
-                device="cpu", progress=False, memory_saving="checkpoint",
-            )  # fmt: skip
-
-    @pytest.mark.parametrize("kind", ["frozen", "ghost:2", "window"])
+    @pytest.mark.parametrize("kind", ["frozen", "ghost:2"])
     def test_beside_other_batch_norms_than_of_micro_batches(self, kind: str) -> None:
         with pytest.raises(ArgumentError, match=re.escape(f"batch_norm={kind!r} computes forwards of its own")):
             fit(UNLIMITED, memory_saving="checkpoint", batch_norm=kind, micro_batch=2)

@@ -388,7 +388,9 @@ class Failing:
 
 
 def of_one_sample() -> Trained:
-    return fit(micro_batch=1, effective_batch=16, data=data(64), epochs=1, training_step=Failing(), accumulate="weighted")
+    return fit(
+        micro_batch=1, effective_batch=16, data=data(64), epochs=1, training_step=Failing(), accumulate="weighted"
+    )
 
 
 def test_the_fewest_samples_are_those_that_all_ranks_have_heard_of() -> None:

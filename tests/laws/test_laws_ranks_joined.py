@@ -155,7 +155,7 @@ def at_every_operation(of_rank: int, first: int, stride: int) -> tuple[int, list
     return operation, found
 
 
-@strides(43)
+@strides(17)
 def test_an_oom_at_every_operation_of_a_rank_hangs_nobody_and_leaves_no_mark(stride: int) -> None:
     for first, every in launches(stride):
         for of_first, of_second in launch(by_turns, 2, first, every):

@@ -10,7 +10,7 @@ import torch
 from torch.nn.functional import cross_entropy, logsigmoid, normalize
 
 from autoaccum.errors import ArgumentError, ArgumentTypeError
-from autoaccum.loss.contrastive import chunked, clip, in_chunks, info_nce, sig_lip, sup_con, triplet
+from autoaccum.loss.contrastive import clip, in_chunks, info_nce, sig_lip, sup_con, triplet
 from autoaccum.testing import simulated_memory
 from tests.models import relative_error
 
@@ -110,18 +110,19 @@ def test_a_chunk_has_rows() -> None:
 
 @pytest.mark.parametrize("chunk", [1, 4, 100])
 def test_a_loss_of_rows_becomes_that_of_a_window(chunk: int) -> None:
-    """It sees which rows they are, the embeddings of all, and the batch."""
+    """It is told which rows they are."""
     torch.manual_seed(0)
     leaves = [torch.randn(N, 3, dtype=torch.float64, requires_grad=True) for _ in range(2)]
     met = []
 
-    def loss_rows(rows: slice, embeddings: Any, batch: Any) -> Any:
-        met.append((rows.start, rows.stop))
-        logits = embeddings["a"][rows] @ embeddings["b"].T
-        return (cross_entropy(logits, torch.arange(N)[rows], reduction="none") * batch["weight"][rows]).sum()
-
     weight = torch.rand(N, dtype=torch.float64)
-    found = chunked(loss_rows, chunk=chunk)({"a": leaves[0], "b": leaves[1]}, {"weight": weight})
+
+    def loss_rows(rows: slice) -> Any:
+        met.append((rows.start, rows.stop))
+        logits = leaves[0][rows] @ leaves[1].T
+        return (cross_entropy(logits, torch.arange(N)[rows], reduction="none") * weight[rows]).sum()
+
+    found = in_chunks(loss_rows, N, chunk) / N
     expected = (cross_entropy(leaves[0] @ leaves[1].T, torch.arange(N), reduction="none") * weight).mean()
     assert found.item() == pytest.approx(expected.item(), rel=1e-12)
     gradients = [torch.autograd.grad(loss, leaves) for loss in (found, expected)]
@@ -129,24 +130,24 @@ def test_a_loss_of_rows_becomes_that_of_a_window(chunk: int) -> None:
         assert relative_error(one, other) < 1e-11
     assert met[0] == (0, min(chunk, N))
     with pytest.raises(ArgumentError, match="chunk=0"):
-        chunked(loss_rows, chunk=0)
+        in_chunks(loss_rows, N, 0)
 
 
 @pytest.mark.parametrize("loss", [info_nce, sup_con, triplet])
 def test_embeddings_that_were_not_taken_apart_are_told(loss: Any) -> None:
-    """It is called with (embeddings, batch) where it is passed as the loss_fn itself."""
+    """It is called with (outputs, targets) where it is passed as the loss_fn itself."""
     both = torch.randn(4, 3), torch.arange(4)
-    told = rf"='a tuple': expected a tensor .*loss_fn=lambda embeddings: {loss.__name__}\(\*embeddings\)\.$"
+    told = rf"='a tuple': expected a tensor .*training_step that returns {loss.__name__}\(\*model\(batch\)\)\.$"
     for batch in (both, both[0]):
         with pytest.raises(ArgumentTypeError, match=told):
             loss(both, batch)
-    with pytest.raises(ArgumentTypeError, match="='a dict'.*Let embed return both parts"):
+    with pytest.raises(ArgumentTypeError, match="='a dict'.*Write a training_step"):
         loss(both[0], {"labels": both[1]})
 
 
 def test_those_with_parameters_name_them() -> None:
     both = torch.randn(4, 3), torch.randn(4, 3)
-    with pytest.raises(ArgumentTypeError, match=r"^images=.*clip\(\*embeddings, logit_scale=\.\.\.\)"):
+    with pytest.raises(ArgumentTypeError, match=r"^images=.*clip\(\*model\(batch\), logit_scale=\.\.\.\)"):
         clip(both, both[0], logit_scale=1.0)  # type: ignore[arg-type]
-    with pytest.raises(ArgumentTypeError, match=r"sig_lip\(\*embeddings, logit_scale=\.\.\., logit_bias"):
+    with pytest.raises(ArgumentTypeError, match=r"sig_lip\(\*model\(batch\), logit_scale=\.\.\., logit_bias"):
         sig_lip(both, both[0], logit_scale=1.0, logit_bias=0.0)  # type: ignore[arg-type]

@@ -123,17 +123,11 @@ def test_what_nobody_knows_has_no_cure() -> None:
 
 
 @pytest.mark.parametrize("argument", ["loss_scope", "embed"])
-def test_what_a_check_advises_and_does_not_take_is_for_fit(argument: str) -> None:
+@pytest.mark.parametrize("function", [autoaccum.fit, autoaccum.check, autoaccum.evaluate, autoaccum.probe])
+def test_what_joined_micro_batches_made_needless_says_so(function: Any, argument: str) -> None:
     options: dict[str, Any] = {argument: "window"}
-    with pytest.raises(ArgumentTypeError, match=r"Train with it: fit measures a loss over the whole window"):
-        autoaccum.check(nn.Linear(4, 2), DATA, loss_fn=cross_entropy, **options)
-
-
-@pytest.mark.parametrize("argument", ["loss_scope", "embed"])
-def test_an_evaluation_of_whole_windows_is_shown(argument: str) -> None:
-    options: dict[str, Any] = {argument: "window"}
-    with pytest.raises(ArgumentTypeError, match=r"Embed by predict\(model, data, forward=embed\)"):
-        autoaccum.evaluate(nn.Linear(4, 2), DATA, loss_fn=cross_entropy, **options)
+    with pytest.raises(ArgumentTypeError, match="Leave it out: a loss that compares samples is that of the full batch"):
+        function(nn.Linear(4, 2), DATA, loss_fn=cross_entropy, **options)
 
 
 def test_a_function_that_has_nothing_like_it_says_so() -> None:

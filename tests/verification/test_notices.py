@@ -26,7 +26,6 @@ from autoaccum.verification.notices import (
     half_precision_notices,
     has_backward_hooks,
     joined_notice,
-    meeting_notice,
     of,
     ones_notice,
     unmeasured_notice,
@@ -164,24 +163,6 @@ def test_where_items_are_counted_no_cure_is_to_count_them() -> None:
     assert found.cause.startswith("The loss is neither a mean over what num_items counts, nor over samples, nor a sum")
     assert "pass num_items=" not in found.cure.lower()
     assert joined_notice(0.1, 6, None, counts_items=True).cure == found.cure
-
-
-def test_of_a_loss_over_the_window_no_cure_is_refused_beside_it() -> None:
-    """It takes neither batch_norm= nor before_window= nor num_items=."""
-    decision = Decision.of(Outcome(hypothesis="sum", error=0.5, tensor="net"), passed=False)
-    for causes, cure in ((["batch norm"], "convert_batch_norm"), ([], "in loss_fn")):
-        said = [
-            failure_notice(decision, causes, 6, [nn.BatchNorm1d(3)], None, embeds=embeds)  # type: ignore[arg-type]
-            for embeds in (False, True)
-        ]
-        refused = [[name in notice.cure for name in ("batch_norm=", "before_window=", "num_items=")] for notice in said]
-        assert any(refused[0])
-        assert not any(refused[1])
-        assert cure in said[1].cure
-    found = joined_notice(0.1, 6, None, embeds=True)
-    assert found.consequence == failure_notice(decision, [], 6, [], None, embeds=True).consequence
-    assert found.cause.startswith("The embedding of a sample depends on the micro-batch that it is in: two micro-")
-    assert meeting_notice().consequence == found.consequence
 
 
 def test_what_was_not_measured_says_why() -> None:
