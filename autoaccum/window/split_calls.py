@@ -379,6 +379,13 @@ class _Unjoined:
     __mul__ = __rmul__ = __truediv__ = __rtruediv__ = __matmul__ = __neg__ = __lt__ = __gt__ = _refuse
 
 
+class Passed(NamedTuple):
+    """Stands for an output that is an input as it is, such as an entry of a dict that is returned with others."""
+
+    place: int
+    """Of the input, among the tensors that the call is given."""
+
+
 class Again(NamedTuple):
     """A micro-batch that has a graph."""
 
@@ -478,17 +485,21 @@ class Call:
             joined = split.ranks.gather(self, joined)
         if not self.has_grad or not any(self.needs_grad):
             self.kept.clear()
-            return pytree.tree_unflatten(joined, self.spec)
+            return pytree.tree_unflatten(list(map(self._given, joined)), self.spec)
         self._keep_for_later(moving)
         self.outputs: list[torch.Tensor] = [one for one in joined if isinstance(one, torch.Tensor)]
         self.is_tensor = [isinstance(one, torch.Tensor) for one in joined]
-        others = [None if isinstance(one, torch.Tensor) else one for one in joined]
+        others = [None if isinstance(one, torch.Tensor) else self._given(one) for one in joined]
         del joined
         # A Function with gradients of its own for everything that the call depends on: so that autograd.grad, hooks and
         # wrappers see the gradient of the call as they see any other.
         returned = iter(_SplitCall.apply(self, *self.tensors, *[one for one, _ in self.held]))  # type: ignore[no-untyped-call]
         whole = [next(returned) if is_tensor else one for is_tensor, one in zip(self.is_tensor, others, strict=True)]
         return pytree.tree_unflatten(whole, self.spec)
+
+    def _given(self, output: Any) -> Any:
+        """Return the input that an output stands for, or the output."""
+        return self._leaves[self._places[output.place]] if isinstance(output, Passed) else output
 
     def _kwargs(self) -> Any:
         return pytree.tree_unflatten(self._leaves, self._spec)[1]
@@ -586,7 +597,9 @@ class Call:
             raise NotRowsError(self.module, "it changes the containers that it is given")
         outputs, spec = pytree.tree_flatten(found)
         kept = (torch.Tensor, Enum, *_PLAIN)
-        return [one if isinstance(one, kept) else _Unjoined(self.module, type(one)) for one in outputs], spec
+        outputs = [one if isinstance(one, kept) else _Unjoined(self.module, type(one)) for one in outputs]
+        given = {id(tensor): Passed(place) for place, tensor in enumerate(tensors)}
+        return [given.get(id(one), one) for one in outputs], spec
 
     # What the module holds that has a gradient.
 

@@ -85,6 +85,27 @@ def a_mode_that_changes_after_the_call() -> tuple[nn.Module, Step]:
     return model, step
 
 
+class Features(nn.Module):
+    """Returns what it is given beside what it computes, as encoders of sentences do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = body()
+
+    def forward(self, features: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        return features | {"embedding": self.inner(features["x"])}
+
+
+@scenario
+def inputs_that_are_returned() -> tuple[nn.Module, Step]:
+    def step(model: nn.Module, batch: Any) -> torch.Tensor:
+        scale = torch.ones(1, requires_grad=True)
+        found = model({"x": batch["x"] * scale, "y": batch["y"]})
+        return contrast(found["embedding"]) + F.cross_entropy(found["embedding"], found["y"]) + found["x"].std()
+
+    return Features(), step
+
+
 class Adversary(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -624,6 +645,20 @@ def test_nothing_of_a_window_is_left_behind(name: str) -> None:
         counts.append(living())
     assert counts[0] - before <= 4  # parameters' gradients, random states; and no graph of what was measured
     assert counts[1:] == [counts[1]] * 5
+
+
+def test_a_module_that_returns_its_inputs_is_split() -> None:
+    torch.manual_seed(0)
+    model, step = SCENARIOS["inputs_that_are_returned"]()
+    seen: list[int] = []
+    model.inner.register_forward_hook(lambda *given: seen.append(len(given[2])))  # type: ignore[operator, union-attr]
+    found = autoaccum.fit(
+        model, data(), training_step=step, effective_batch=SAMPLES, micro_batch=3, epochs=1, accumulate="joined",
+        device="cpu", cache=False, progress=False, verify=False,
+    )  # fmt: skip
+    (event,) = [one for one in found.events if isinstance(one, Joined)]
+    assert event.opened == ()
+    assert any(seen[at : at + 5] == [3, 3, 2, 3, 3] for at in range(len(seen))), "the last one is not run again"
 
 
 def plain_data(count: int) -> tuple[torch.Tensor, torch.Tensor]:
