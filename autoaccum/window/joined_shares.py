@@ -194,6 +194,10 @@ class Gathered:
         return self._batch
 
 
+def _moved(batch: Any, device: torch.device | str) -> Any:
+    return pytree.tree_map_only(torch.Tensor, lambda tensor: tensor.to(device), batch)
+
+
 class JoinedShares(JoinableTransaction, SharedTransaction):
     """A window of which several ranks run a share each, joined or not."""
 
@@ -271,7 +275,7 @@ class JoinedShares(JoinableTransaction, SharedTransaction):
         own, generators = get_state(device), list(self.snapshot.generators())
         whole: Any = whole_of(self._window)
         samples = self._window.num_samples
-        batch = self._window.samples(range(samples)) if whole is None and samples else None
+        batch = _moved(self._window.samples(range(samples)), "cpu") if whole is None and samples else None
         self._has_told = True
         states = [generator_state(one) for one in generators]
         begun: list[Begun] = self._group.exchange(Begun(sizes, seed, states, batch, self.has_room))
@@ -283,7 +287,7 @@ class JoinedShares(JoinableTransaction, SharedTransaction):
         self._all_sizes = tuple(size for each in begun for size in each.sizes)
         ranks = self._ranks = TogetherRanks(self._group, layout, device, [sum(each.sizes) for each in begun])
         if whole is None:
-            batches = [pytree.tree_map_only(torch.Tensor, lambda t: t.to(device), b.batch) for b in begun if b.sizes]
+            batches = [_moved(each.batch, device) for each in begun if each.sizes]
             whole = Gathered(self._job.split.join(batches), ranks.num_samples)
         # What the step itself draws is the same on all ranks.
         seed_all(begun[0].seed, device)
