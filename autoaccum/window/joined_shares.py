@@ -227,7 +227,7 @@ class JoinedShares(JoinableTransaction, SharedTransaction):
     def _begin_anew(self, num_samples: int = 0) -> None:
         super()._begin_anew(num_samples)
         self._has_told = self.is_refused = False
-        self._ranks = None
+        self._ranks = self.reason = None
 
     def _backward(self, accumulate: Any, size: int) -> None:
         if self.layout is None:
@@ -242,7 +242,7 @@ class JoinedShares(JoinableTransaction, SharedTransaction):
     @property
     def is_waited_for(self) -> bool:
         """Return whether others wait for what this rank has to tell next."""
-        return self._has_told or super().is_waited_for
+        return self._has_told or self.reason is not None or super().is_waited_for
 
     def give_up(self) -> None:
         """End an attempt that has failed on this rank, and in which others are."""

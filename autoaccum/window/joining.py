@@ -143,6 +143,8 @@ class SharedTransaction(Transaction):
         self.group = self._group = group
         self.stints: list[Stint] = []
         """What each rank did of the last window."""
+        self.reasons: Sequence[str] = ()
+        """Why ranks want the last attempt to be joined."""
         self.tells: Callable[[], Any] = tuple
         """Returns what else this rank tells with what comes of a window."""
         self.heard: list[Any] = []
@@ -154,6 +156,8 @@ class SharedTransaction(Transaction):
         # All ranks weigh by what the last window has counted: what is weighed alike can be added up at once.
         self._foresight = Foresight(is_used=True)
 
+    reason: str | None = None
+    """Why this rank wants the window to be joined; None where it does not."""
     # Whether sums begin in the last backward is decided once a window, and alike on all ranks.
     _order: Sequence[int] = ()  # the parameters that are added up so: see ``Told.arrived``
     _comes_once = True  # whether each gradient came once in a backward, as far as was seen
@@ -373,9 +377,10 @@ class SharedTransaction(Transaction):
         is_failed = self._has_given_up or not isinstance(outcome, Gradient | Repeat)
         with undisturbed():
             also = self.tells()
-        told = self._group.exchange((not is_failed, tuple(stint), also))
-        self.stints = [Stint._make(did) for _, did, _ in told]
-        self.heard = [found for *_, found in told]
+        told = self._group.exchange((not is_failed, tuple(stint), also, self.reason))
+        self.stints = [Stint._make(did) for _, did, *_ in told]
+        self.heard = [found for *_, found, _ in told]
+        self.reasons = [reason for *_, reason in told if reason is not None]
         if all(is_done for is_done, *_ in told):
             return outcome
         self._undo_end()

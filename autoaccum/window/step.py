@@ -357,12 +357,20 @@ class Step:
             self._refusal = Refusal(pieces.sizes or (1,) * window.num_samples, self.tuner.largest, cause)
             outcome = Repeat(sizes=())
         except Exception as error:
-            if group is None and not self._may_be_joined(error, window):
-                raise
-            outcome = error if group is None else self.saving.not_saved(error)
-        if isinstance(outcome, Exception):
-            # Out here no exception is being handled; its own frames stay, for they are the user's.
-            return self._joined_instead(outcome, window)
+            outcome = error
+            if not self._may_be_joined(error, window):
+                if group is None:
+                    raise
+                outcome = self.saving.not_saved(error)
+        # Out here no exception is being handled; its own frames stay, for they are the user's.
+        failed = outcome if isinstance(outcome, Exception) else None
+        if failed is not None:
+            reason = f"The step fails on a micro-batch ({type(failed).__name__}: {failed})"
+            if group is None:
+                return self._joined_instead(failed, reason, window)
+            self.transaction.reason = reason  # type: ignore[attr-defined]
+            outcome = Repeat(sizes=pieces.sizes)
+        assert not isinstance(outcome, Exception)
         if isinstance(outcome, Repeat) and self._is_joined:
             self._measure_unknown(window)
         if isinstance(self.transaction, JoinedShares) and self.transaction.is_refused:
@@ -372,6 +380,8 @@ class Step:
             outcome = Repeat(sizes=self.tuner.plan(window.num_samples, window.lengths))
         if isinstance(self.transaction, SharedTransaction):
             outcome = self._voted(self.transaction, outcome, pieces)
+            if self.transaction.reasons:
+                return self._joined_instead(failed, self.transaction.reasons[0], window)
         # Whether there is a look is decided alike on all ranks, so by the samples of whoever looks.
         measured = (window if group is None else measured_by_first(window)).num_samples
         if isinstance(outcome, Gradient) and len(outcome.sizes) > 1:
@@ -491,7 +501,7 @@ class Step:
     def _fits_whole(self, window: Window) -> bool:
         """Use the largest micro-batches that fit; return whether the window surely fits as one."""
         self.tuner.keeps_last = not self._is_given
-        return self.tuner.split_least(window.num_samples, window.lengths)
+        return window.num_samples > 0 and self.tuner.split_least(window.num_samples, window.lengths)
 
     def _join(self, window: Window, room: int) -> bool:
         """Join windows from now on, where that is measured to be exact; return whether it is so."""
@@ -508,18 +518,19 @@ class Step:
 
     def _may_be_joined(self, error: Exception, window: Window) -> bool:
         """Return whether an error may be one of a micro-batch alone, which the full batch does not raise."""
-        is_split = 0 < self._piece.size < window.num_samples and self.saving.is_off
+        is_split = 0 < self._piece.size < num_of_all_ranks(window) and self.saving.is_off
         return self._examiner.joins and not self._is_joined and is_split and not isinstance(error, AutoaccumError)
 
-    def _joined_instead(self, error: Exception, window: Window) -> Repeat:
+    def _joined_instead(self, error: Exception | None, reason: str, window: Window) -> Repeat:
         """Join windows because the step fails on a micro-batch; raise its error where the full batch has one too."""
-        assert isinstance(self.transaction, JoinableTransaction)
-        self._reason = f"The step fails on a micro-batch ({type(error).__name__}: {error})"
-        layout, found = self._measured_joined(window, None, window.num_samples)
+        self._reason = reason
+        layout, found = self._measured_joined(window, None, num_of_all_ranks(window))
+        sizes = self.tuner.plan(window.num_samples, window.lengths) if window.num_samples else ()
         if layout is None or found is None or not found.passed:
-            raise error
+            if error is not None:
+                raise error
+            return Repeat(sizes=sizes)  # in which it is heard from the rank that has failed
         self._start_joined(layout, found)
-        sizes = self.tuner.plan(window.num_samples, window.lengths)
         return Repeat(sizes=(window.num_samples,) if self._fits_whole(window) else sizes)
 
     def _start_joined(self, layout: Layout, found: Joined) -> None:

@@ -22,8 +22,7 @@ from tests.ranks.launching import Ended, launch
 pytestmark = [in_turn, pytest.mark.measured]
 
 HOOKED = "hooks_on_parameters"  # which see what a rank's own samples add to the gradient
-ALONE = "labels_from_outside_of_the_batch"  # which no micro-batch can be computed with
-NAMES = [name for name in SCENARIOS if name not in (HOOKED, ALONE)]
+NAMES = [name for name in SCENARIOS if name != HOOKED]
 
 
 def rank() -> int:
@@ -178,7 +177,10 @@ def few() -> Left:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(5, 6), nn.GELU(), nn.Linear(6, 4))
     step = lambda model, batch: contrast(model(batch[0]))  # noqa: E731
-    return fit(model, plain_data(4), training_step=step, effective_batch=2, accumulate="joined", verify=False)
+    joined = fit(model, plain_data(4), training_step=step, effective_batch=2, accumulate="joined", verify=False)
+    # And where some windows have samples for all, which are joined after they were measured.
+    fit(model, plain_data(9), training_step=step, effective_batch=4)
+    return joined
 
 
 def resumed(folder: Path) -> tuple[Left, Left]:
@@ -234,6 +236,29 @@ def test_batches_of_the_ranks_own_are_joined(accumulate: str) -> None:
     for weights in launch(own_loop, 2, accumulate, [5, 3]):
         for mine, theirs in zip(weights, one, strict=True):
             torch.testing.assert_close(mine, theirs, rtol=1e-10, atol=1e-12)
+
+
+def failing_on_parts(of_all: bool) -> Left:
+    """Train a step that one rank cannot run on a part of a batch, or not at all."""
+    torch.set_default_dtype(torch.float64)
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(5, 6), nn.GELU(), nn.Linear(6, 4))
+
+    def step(model: nn.Module, batch: Any) -> torch.Tensor:
+        if rank() == 1 and (of_all or len(batch[0]) < 8):
+            raise ValueError("on one rank alone")
+        return F.cross_entropy(model(batch[0]), batch[1])
+
+    return fit(model, plain_data(24), training_step=step)
+
+
+def test_a_step_that_fails_on_the_micro_batches_of_one_rank_is_joined_on_all() -> None:
+    (alone,) = launch(failing_on_parts, 1, False)
+    for found in launch(failing_on_parts, 2, False):
+        assert found.is_joined
+        assert found.losses == pytest.approx(alone.losses, rel=1e-12)
+    for found in launch(failing_on_parts, 2, True):
+        assert "on one rank alone" in str(found)
 
 
 def failing() -> None:
