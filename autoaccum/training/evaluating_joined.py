@@ -11,8 +11,7 @@ import torch
 from autoaccum.data import randomness
 from autoaccum.memory.oom import RanOut, attempt
 from autoaccum.verification.rows import COUNTS, RowChecks, sizes_of
-from autoaccum.window.joined import joining
-from autoaccum.window.split_calls import Layout, NotRowsError
+from autoaccum.window.split_calls import Layout, NotRowsError, joining
 
 T = TypeVar("T")
 

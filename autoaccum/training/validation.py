@@ -193,8 +193,9 @@ class Validator:
                         self._make_do(outcome, piece, patience)
                         continue
                     losses.add(window.num_samples if self._is_joined else piece.size, outcome)
-                    self._is_done = True
                     largest = max(largest, piece.size)
+                    if self._is_joined:  # by one piece all of it has run
+                        break
                 num_samples += window.num_samples
         if num_samples == 0:
             raise EmptyDatasetError("validation_data", _NOTHING)
@@ -250,8 +251,7 @@ class Validator:
         if not self._is_joined:
             yield from self._trials.window(window.num_samples, ceiling)
             return
-        self._is_done = False
-        while not self._is_done:
+        while True:
             size = min(self._trials.size(ceiling), window.num_samples)
             yield Piece(0, size, is_trial=size > self._trials.largest)
 

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -16,7 +14,7 @@ from autoaccum.planning.attempts import Piece
 from autoaccum.planning.granules import MICRO
 from autoaccum.window.gradient import Gradient, Repeat
 from autoaccum.window.job import Job
-from autoaccum.window.split_calls import Layout, MovedError, NotRowsError, Ranks, SplitCalls, UnknownCallError
+from autoaccum.window.split_calls import Layout, MovedError, NotRowsError, Ranks, UnknownCallError, joining
 from autoaccum.window.transaction import Transaction
 
 
@@ -111,27 +109,6 @@ class JoinableTransaction(Transaction):
     def weigh(self) -> None:
         """Weigh micro-batches from the next attempt on."""
         self.layout = None
-
-
-@contextmanager
-def joining(
-    model: Any, layout: Layout, sizes: Sequence[int], device: torch.device, **options: Any
-) -> Iterator[SplitCalls]:
-    """Within it, split the calls of modules into micro-batches, compiled ones too.
-
-    Args:
-        model: what the step calls, which torch.compile may have made.
-        layout: which modules are split.
-        sizes: samples of each micro-batch.
-        device: where modules compute.
-        options: further ones of ``SplitCalls``.
-    """
-    bare = getattr(model, "_orig_mod", model)
-    is_eager = model is not bare and layout.is_opened(bare)
-    instead = {id(bare): model} if model is not bare and not is_eager else None
-    split = SplitCalls(layout, sizes, device, instead=instead, **options)
-    with torch.compiler.set_stance("force_eager") if is_eager else nullcontext(), split:
-        yield split
 
 
 def why_not_joined(job: Job, *, noise_scale: bool, is_sharded: bool) -> tuple[str, str] | None:

@@ -346,6 +346,27 @@ class SplitCalls:
             self._is_inside = before
 
 
+@contextmanager
+def joining(
+    model: Any, layout: Layout, sizes: Sequence[int], device: torch.device, **options: Any
+) -> Iterator[SplitCalls]:
+    """Within it, split the calls of modules into micro-batches, compiled ones too.
+
+    Args:
+        model: what the step calls, which torch.compile may have made.
+        layout: which modules are split.
+        sizes: samples of each micro-batch.
+        device: where modules compute.
+        options: further ones of ``SplitCalls``.
+    """
+    bare = getattr(model, "_orig_mod", model)
+    is_eager = model is not bare and layout.is_opened(bare)
+    instead = {id(bare): model} if model is not bare and not is_eager else None
+    split = SplitCalls(layout, sizes, device, instead=instead, **options)
+    with torch.compiler.set_stance("force_eager") if is_eager else nullcontext(), split:
+        yield split
+
+
 def _set_slot(module: nn.Module, value: Any) -> None:
     if isinstance(module, torch.jit.ScriptModule):
         module._compiled_call_impl = value

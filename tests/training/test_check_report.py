@@ -57,7 +57,7 @@ class TestReport:
         lines = str(report).splitlines()
         assert lines[0].startswith("NOT EXACT: ")
         assert lines[2].startswith("  cause        The model holds 1 BatchNorm")
-        assert any(line.startswith("  cure         Pass batch_norm='ghost:32'") for line in lines)
+        assert any(line.startswith("  cure         Pass accumulate='joined'") for line in lines)
         assert any(line.endswith("not exact") and "2 + 4" in line for line in lines)
         assert all(len(line) <= 100 for line in lines)
 
