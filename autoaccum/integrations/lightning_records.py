@@ -119,11 +119,15 @@ class Records:
         """
         # Of other ranks the serials are told too, in the order of the joined batch; their records are theirs.
         serials: list[int] = outputs["serials"].tolist()
-        own = [
-            (self._records[serial], size)
-            for serial, size in zip(serials, sizes, strict=True)
-            if serial >> _RANK_BITS == self._rank
-        ]
+        if len(serials) < len(sizes):  # joined: the step has run once, on each rank, and last of all there
+            last = next(reversed(self._records.values()))
+            own = [(self._records.get(serials[0], last), sum(sizes))]
+        else:
+            own = [
+                (self._records[serial], size)
+                for serial, size in zip(serials, sizes, strict=True)
+                if serial >> _RANK_BITS == self._rank
+            ]
         self._records = {}
         self.log(own, loss)
         rows = {name.removeprefix("rows/"): value for name, value in outputs.items() if name.startswith("rows/")}

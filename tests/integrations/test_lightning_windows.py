@@ -199,6 +199,20 @@ class TestOptimizers:
         assert [len(gradients) for gradients in found.gradients] == [2] * 4 + [4] * 5
         assert found.losses == pytest.approx(expected.losses, rel=1e-10)
 
+    def test_a_loss_that_compares_samples_logs_what_the_big_batch_does(self) -> None:
+        class Contrastive(Classifier):
+            def training_step(self, batch: Any, batch_idx: int) -> Any:
+                x, y = batch
+                logits = self.net(x)
+                self.log("spread", logits.std(0).mean(), on_step=True, on_epoch=True)
+                loss = super().training_step(batch, batch_idx)
+                return loss + (logits @ logits.T / 4).logsumexp(1).mean()
+
+        expected = run(module_of(Contrastive), 16, max_steps=3)
+        found = run(module_of(Contrastive), 4, AutoAccum(16, micro_batch=3), max_steps=3)
+        assert found.losses == pytest.approx(expected.losses, rel=1e-10)
+        assert found.logged == [pytest.approx(logged, rel=1e-10) for logged in expected.logged]
+
     def test_averaged_weights_and_their_batch_norm_are_lightnings(self) -> None:
         class Normed(Classifier):
             def __init__(self) -> None:
