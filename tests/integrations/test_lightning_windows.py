@@ -202,7 +202,7 @@ class TestOptimizers:
     def test_a_loss_that_compares_samples_logs_what_the_big_batch_does(self) -> None:
         class Contrastive(Classifier):
             def training_step(self, batch: Any, batch_idx: int) -> Any:
-                x, y = batch
+                x, _ = batch
                 logits = self.net(x)
                 self.log("spread", logits.std(0).mean(), on_step=True, on_epoch=True)
                 loss = super().training_step(batch, batch_idx)
