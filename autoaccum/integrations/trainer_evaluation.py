@@ -12,7 +12,7 @@ from autoaccum.integrations.evaluation_sizes import MEANS, SAME, smaller
 from autoaccum.integrations.trainer_batches import Layout
 from autoaccum.integrations.trainer_loss import EXTREMES, TOKENS_SEEN, Logged, logging_of, weight, with_margins
 from autoaccum.memory.oom import RanOut, attempt
-from autoaccum.training.evaluating_joined import JoinedEvaluations, pieces_of
+from autoaccum.training.evaluating_joined import JoinedEvaluations
 from autoaccum.window.split_calls import Layout as Split
 
 Predicted = tuple[Any, Any, Any]
@@ -82,10 +82,10 @@ class Evaluation:
         def few(count: int) -> Predicted:
             return step(self._layout.back(self._layout.piece(rows, 0, count)))
 
-        sizes = pieces_of(self._layout.count(rows), self.micro_batch or 1)
+        count = self._layout.count(rows)
         with logging_of(self._trainer, "eval"):
-            self._joined.measure(self._layout.count(rows), few)
-        return self._joined.run(sizes, lambda: self._whole(batch, step))
+            self._joined.measure(count, few)
+        return self._joined.run(count, self.micro_batch or 1, lambda: self._whole(batch, step))
 
     def _shrink(self, tried: int, outcome: RanOut, results: str) -> None:
         """Take half as many samples from here on."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
 from typing import Any, TypeVar
 
@@ -10,19 +10,11 @@ import torch
 
 from autoaccum.data import randomness
 from autoaccum.memory.oom import RanOut, attempt
+from autoaccum.planning.cuts import cut
 from autoaccum.verification.rows import COUNTS, RowChecks, sizes_of
 from autoaccum.window.split_calls import Layout, NotRowsError, joining
 
 T = TypeVar("T")
-
-
-def pieces_of(count: int, size: int) -> list[int]:
-    """Return the samples of micro-batches of at most that size.
-
-    >>> pieces_of(8, 3)
-    [3, 3, 2]
-    """
-    return [size] * (count // size) + [count % size] * (count % size > 0)
 
 
 class JoinedEvaluations:
@@ -69,9 +61,16 @@ class JoinedEvaluations:
         finally:
             randomness.set_state(state, self._device)
 
-    def run(self, sizes: Sequence[int], compute: Callable[[], T]) -> T:
-        """Return what a function returns, in which calls are split into micro-batches of these sizes."""
+    def run(self, num_samples: int, most: int, compute: Callable[[], T]) -> T:
+        """Return what a function returns whose calls are split.
+
+        Args:
+            num_samples: that it computes.
+            most: samples of a micro-batch.
+            compute: the function.
+        """
         assert self._layout is not None
+        sizes = cut(num_samples, most)
         while True:
             state = randomness.get_state(self._device)
             try:

@@ -34,7 +34,7 @@ from autoaccum.planning.attempts import Piece
 from autoaccum.planning.limits import CLEARLY_OVER, Limits
 from autoaccum.planning.saved import TRIALS
 from autoaccum.planning.trials import Trials
-from autoaccum.training.evaluating_joined import JoinedEvaluations, pieces_of
+from autoaccum.training.evaluating_joined import JoinedEvaluations
 from autoaccum.training.metrics import Metrics, SharedTree, Sums
 from autoaccum.training.validation_losses import CountedLosses, Loss, Losses, OneLoss, SeveralTerms
 from autoaccum.training.validation_losses import read as read_all
@@ -264,9 +264,7 @@ class Validator:
 
         count = window.num_samples
         self._joined.measure(count, few)
-        return self._joined.run(
-            pieces_of(count, size), lambda: self._outcome(lambda: window.micro_batch(0, count), count)
-        )
+        return self._joined.run(count, size, lambda: self._outcome(lambda: window.micro_batch(0, count), count))
 
     def _next_window(self, reader: Reader, num_samples: int) -> Window | None:
         """Return the next samples: as many as are run at once, or a window of the run's where one shares anything."""

@@ -6,10 +6,10 @@
     each call     each rank runs its rows, then all have the outputs of all rows
     the loss      is the same on each rank, whose backward begins with 1 / ranks
     each call     each rank goes back through its rows; the step's own code before it gets the gradient of all rows
-    the end       gradients are summed, as those of every window
+    the end       gradients are summed, as in every window
 
-In each of these places ranks tell each other first whether they got there, so that none waits for one that has run out
-of memory: that one says so in the place in which the others are.
+At each of these points ranks first tell each other whether they arrived. A rank that runs out of memory says so in the
+next message, so nobody waits for it.
 """
 
 from __future__ import annotations
@@ -37,10 +37,10 @@ class LeftError(Exception):
 
 
 class Refused(NamedTuple):
-    """What a rank tells in the place of anything else where a module cannot be split."""
+    """Says that a module cannot be split; a rank sends it instead of whatever message is due."""
 
     name: str
-    """Of the module."""
+    """The name of the module."""
     why: str
     has_moved: bool
     """Whether its calls are to keep copies."""
@@ -66,7 +66,7 @@ class Refused(NamedTuple):
 
 
 class Begun(NamedTuple):
-    """What a rank tells at the beginning of a joined window."""
+    """The message with which a rank begins a joined window."""
 
     sizes: tuple[int, ...]
     """Of its micro-batches."""

@@ -2,11 +2,10 @@ from __future__ import annotations
 
 from typing import Any
 
-import pytest
 import torch
 from torch import nn
 
-from autoaccum.training.evaluating_joined import JoinedEvaluations, pieces_of
+from autoaccum.training.evaluating_joined import JoinedEvaluations
 from autoaccum.window.split_calls import Layout
 
 
@@ -17,11 +16,6 @@ def model() -> nn.Sequential:
 
 def contrast(outputs: torch.Tensor) -> torch.Tensor:
     return (outputs @ outputs.T).logsumexp(1).mean()
-
-
-@pytest.mark.parametrize(("count", "size", "sizes"), [(8, 3, [3, 3, 2]), (6, 3, [3, 3]), (2, 5, [2])])
-def test_pieces(count: int, size: int, sizes: list[int]) -> None:
-    assert pieces_of(count, size) == sizes
 
 
 class TestJoined:
@@ -41,7 +35,7 @@ class TestJoined:
         evaluations.follow(Layout([whole]))
         evaluations.measure(8, lambda count: contrast(whole(x[:count])))
         seen.clear()
-        assert evaluations.run([3, 3, 2], lambda: contrast(whole(x))) == expected
+        assert evaluations.run(8, 3, lambda: contrast(whole(x))) == expected
         assert seen == [3, 3, 2]
 
     @torch.no_grad()
@@ -60,7 +54,7 @@ class TestJoined:
         trained = Layout([whole])
         evaluations.follow(trained)
         evaluations.measure(8, lambda count: whole(x[:count]))
-        torch.testing.assert_close(evaluations.run([3, 3, 2], lambda: whole(x)), whole(x))
+        torch.testing.assert_close(evaluations.run(8, 3, lambda: whole(x)), whole(x))
         assert not trained.is_opened(whole)
 
     @torch.no_grad()
@@ -74,5 +68,5 @@ class TestJoined:
         evaluations.follow(Layout([whole]))
         before = torch.get_rng_state()
         evaluations.measure(8, fails)
-        assert torch.equal(evaluations.run([5, 3], lambda: whole(x)), whole(x))
+        assert torch.equal(evaluations.run(8, 5, lambda: whole(x)), whole(x))
         assert torch.equal(torch.get_rng_state(), before)
