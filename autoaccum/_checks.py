@@ -55,13 +55,11 @@ def of_flags(
 
 
 def of_reduction(reduction: object) -> None:
-    """Check what a loss is said to be, or each of several."""
+    """Check what a loss is said to be."""
     if isinstance(reduction, Mapping):
-        if not reduction:
-            raise ArgumentError("reduction", reduction, "'mean' or 'sum' for each of the losses that are returned")
-        for name, of_one in reduction.items():
-            one_of(f"reduction[{name!r}]", of_one, ("mean", "sum"))
-    elif reduction is not None:
+        cure = "Leave it out: windows of a loss that adds means and sums are joined."
+        raise ArgumentError("reduction", reduction, "'mean' or 'sum' for all of the loss", cure)
+    if reduction is not None:
         one_of("reduction", reduction, ("mean", "sum"))
 
 
@@ -254,10 +252,9 @@ def of_windows(
     min_micro_batch: object,
     headroom: object,
     clip_norm: object,
-    before_window: object,
 ) -> None:
     """Check the arguments that say how windows are run."""
-    of_num_items(num_items, before_window)
+    of_num_items(num_items)
     if max_micro_batch is not None:
         positive_int("max_micro_batch", max_micro_batch)
     if min_micro_batch is not None:
@@ -294,8 +291,8 @@ def of_smallest_window(min_micro_batch: int | None, smallest_window: int | None)
         raise ArgumentError("min_micro_batch", min_micro_batch, accepted, cure)
 
 
-def of_num_items(num_items: object, before_window: object) -> None:
-    """Check what counts items; it may take a second argument where there is something to share."""
+def of_num_items(num_items: object) -> None:
+    """Check what counts items."""
     # A number would be right for one micro-batch size at most, and it is not the user who chooses that.
     if isinstance(num_items, Mapping | list | tuple):  # of several losses
         named = num_items.items() if isinstance(num_items, Mapping) else enumerate(num_items)
@@ -306,9 +303,7 @@ def of_num_items(num_items: object, before_window: object) -> None:
         functions = {} if num_items is None else {"num_items": num_items}
     for name, count in functions.items():
         no_class(name, count, "a function")
-        takes = positional(count)
-        is_of_two = before_window is not None and takes is not None and takes.required == 2
-        function(name, count, ("micro_batch", "shared") if is_of_two else ("micro_batch",), "how many items")
+        function(name, count, ("micro_batch",), "how many items")
 
 
 def of_patience(patience: object) -> None:

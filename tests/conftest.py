@@ -144,7 +144,9 @@ def _touching(items: list[pytest.Item]) -> Iterator[pytest.Item]:
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     _measure_nothing(items)
-    _join_nothing(items)
+    for item in items:
+        if item.get_closest_marker("weighted"):
+            item.fixturenames.insert(0, "weighted")  # type: ignore[attr-defined]
     if config.getoption("--device") != "cpu" and not os.environ.get("ALL_TESTS"):
         touching = list(_touching(items))
         config.hook.pytest_deselected(items=[item for item in items if item not in touching])
@@ -177,28 +179,8 @@ UNMEASURED = (
 run does not measure its exactness. ``tests/laws/test_laws_verification.py`` has the same faults within a measurement."""
 
 
-JOINED = (
-    "tests/integrations/",
-    "tests/laws/test_laws_joined.py",
-    "tests/test_docs.py",
-    "tests/test_readme.py",
-    "tests/verification/test_joining.py",
-    "tests/verification/test_rows.py",
-    "tests/window/test_joined.py",
-)
-"""Tests whose runs join micro-batches where weighting them is not exact, as runs do by default. All others, but for tests
-marked ``joined``, are of weighted micro-batches: of what these are, and say where they are wrong."""
-
-
-def _join_nothing(items: list[pytest.Item]) -> None:
-    for item in items:
-        path = item.path.relative_to(item.config.rootpath).as_posix()
-        if path.startswith("tests/") and not path.startswith(JOINED) and "joined" not in item.keywords:
-            item.fixturenames.insert(0, "unjoined")  # type: ignore[attr-defined]
-
-
 @pytest.fixture
-def unjoined() -> Iterator[None]:
+def weighted() -> Iterator[None]:
     """Let runs weigh micro-batches where they would join them."""
     with nothing_joined():
         yield

@@ -248,14 +248,3 @@ def hint_of(batch: Any) -> str:
     return (
         f" They look time-first: {at} has {count} in dim 1. If these are the samples, pass batch_dim=1." if at else ""
     )
-
-
-def may_be_time_first(batch: Any) -> bool:
-    """Return whether tensors that were cut in dim 0 have another dim in common, in which their samples may lie."""
-    # Labels (samples,) that agree with the others in dim 0 say that samples lie there; those that do not make a batch
-    # ragged, and it is refused as that.
-    shapes = [tuple(leaf.shape) for leaf in batches.flatten(batch)[0] if isinstance(leaf, torch.Tensor) and leaf.ndim]
-    if any(len(shape) == 1 for shape in shapes):
-        return False
-    extents = {shape[1] for shape in shapes}
-    return any(len(shape) > 2 for shape in shapes) and len(extents) == 1 and extents != {1}

@@ -11,7 +11,7 @@ from autoaccum.training.options import OF_ACCUMULATOR
 _OF_OTHERS = (
     *("model", "optimizer", "loss_fn", "training_step", "collate_fn"),  # the LightningModule's and its loader's
     *("precision", "clip_norm"),  # the Trainer's
-    *("before_window", "ranks"),
+    "ranks",
 )
 OPTIONS = tuple(name for name in OF_ACCUMULATOR if name not in _OF_OTHERS)
 """Arguments of ``Accumulator`` that are passed on."""

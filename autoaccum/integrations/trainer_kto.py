@@ -1,4 +1,4 @@
-"""KTO of TRL, whose loss compares each answer with a mean over the whole batch, which is found before it is cut."""
+"""KTO of TRL, whose loss compares each answer with a mean over the whole batch."""
 
 from __future__ import annotations
 
@@ -20,18 +20,14 @@ _OF_REFERENCE = "ref_KL_logps"
 class Divergence:
     """How much likelier mismatched answers are to a model than to its reference, on average over a batch.
 
-    It stands in the loss of each answer, without a gradient (Ethayarajh and others 2024, equation 7). In a micro-batch
-    it would be a mean over that alone, so it is computed for the window first, and micro-batches are given it.
+    It stands in the loss of each answer, without a gradient (Ethayarajh and others 2024, equation 7). In training the
+    trainer computes it itself, for its step runs once on the full batch. A batch of evaluation that does not fit is cut
+    into pieces, of each of which it would be a mean over that alone: it is computed of all of them first.
     """
 
     def __init__(self, trainer: Any) -> None:
         """Set up for a trainer whose loss has such a term."""
         self._trainer = trainer
-
-    def of_window(self, batch: Any, in_pieces: Callable[[Callable[[Any, Any], Any]], torch.Tensor]) -> torch.Tensor:
-        """Return it for a window, 0-dim; ``in_pieces`` runs what needs the model."""
-        # One number for each sample, of pieces of any size: their mean is that of one forward of all.
-        return in_pieces(self._of_samples).mean()
 
     @torch.no_grad()
     def _of_samples(self, model: Any, batch: Mapping[str, Any]) -> torch.Tensor:

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
-from functools import partial
+from contextlib import contextmanager
 from typing import Any, cast
 
 import torch
@@ -33,21 +32,14 @@ class LossOfTrainer:
         self._trainer = trainer
         self._layout = layout
 
-    def __call__(self, model: Any, rows: Any, within: Callable[[Any], Any] = nullcontext) -> Any:
-        """Return the loss of a micro-batch, with what was logged beside it.
-
-        Args:
-            model: what is trained.
-            rows: of the micro-batch.
-            within: (batch) -> a context that its loss is computed in.
-        """
+    def __call__(self, model: Any, rows: Any) -> Any:
+        """Return the loss of a micro-batch, with what was logged beside it."""
         trainer, batch = self._trainer, self._layout.back(rows)
         # Counted in the micro-batch: its loss is then a mean over what its own graph divides by, which is read and
         # measured, whether the model divides by the count that it is passed or, as many do, by one of its own.
         with alone(trainer), trainer.compute_loss_context_manager(), logging_of(trainer, "train") as logged:
             items = trainer._get_num_items_in_batch([batch], trainer.args.device)
-            with within(batch):
-                loss = trainer.compute_loss(model, batch, num_items_in_batch=items)
+            loss = trainer.compute_loss(model, batch, num_items_in_batch=items)
         if not logged.found:
             return loss
         num_samples = self._layout.count(rows)
@@ -155,28 +147,13 @@ def weight(trainer: Any, batch: Any, num_samples: int) -> float:
     return int((labels[..., 1:] if is_shifted else labels).ne(-100).sum())
 
 
-def showing(
-    function: Callable[..., Any], modules: Sequence[nn.Module], given: Callable[[Any, Any], Any] | None = None
-) -> Callable[..., Any]:
-    """Return a loss by which the modules are found that it trains beside the model.
-
-    Args:
-        function: (model, batch), or (model, batch, (batch) -> a context), -> the loss.
-        modules: those that are trained beside the model.
-        given: (what was found before the window, batch) -> the context of a loss that goes by it.
-    """
+def showing(function: Callable[..., Any], modules: Sequence[nn.Module]) -> Callable[..., Any]:
+    """Return a loss (model, batch) by which the modules are found that it trains beside the model."""
 
     def loss_of(model: Any, batch: Any) -> Any:
         return function(model, batch)
 
     shown: Any = loss_of
-    if given is not None:
-        within = given
-
-        def loss_by(model: Any, batch: Any, found: Any) -> Any:
-            return function(model, batch, partial(within, found))
-
-        shown = loss_by
     # What a function holds is looked for where its user would have put it: an object of this package shows nothing.
     shown.modules = tuple(modules)
     return cast(Callable[..., Any], shown)

@@ -129,10 +129,9 @@ class AutoAccumMixin(Trainer):  # type: ignore[misc]  # of no known type where t
 
     def _loss_arguments(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
         loss_of, beside = LossOfTrainer(self, self._layout), trained_beside(self, model, optimizer)
-        if (divergence := self._divergence) is None:
-            return self.window_options | {"training_step": showing(loss_of, beside)}
-        step = showing(loss_of, beside, divergence.given)
-        return self.window_options | {"training_step": step, "before_window": divergence.of_window}
+        # A loss that goes by a mean over the batch is computed once, on all of the window.
+        by_default = {} if self._divergence is None else {"accumulate": "joined"}
+        return by_default | self.window_options | {"training_step": showing(loss_of, beside)}
 
     # Evaluation, whose batches have a size of their own.
 

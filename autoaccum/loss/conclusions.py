@@ -8,11 +8,11 @@ with them, a constant does not. Where they do not tell, that is a doubt, and is 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 import torch
 
-from autoaccum.loss.hypotheses import Conclusion, Doubt, TermKind
+from autoaccum.loss.hypotheses import Conclusion, Doubt
 from autoaccum.loss.terms import Count, Kind, Reduction, Term
 
 _COUNT = (
@@ -39,31 +39,44 @@ _OF_ROOTS = {
 """Operations on a mean by which no count makes one of the others."""
 
 
-DIFFERING: Doubt = (
-    "its terms are not the same ones in each micro-batch",
-    "Return them by name, as a dict, and leave out what there is nothing of, or let it be outputs.sum() * 0, as one of "
-    "them in any case. Those of a dict are added: where their mean is meant, divide by how many before_window= counts",
+SEVERAL: Doubt = (
+    "its terms are divided by different counts, or one is a sum and another a mean",
+    "Pass accumulate='joined', or return them by name, as a dict, with num_items={name: (micro-batch) -> how many "
+    "items that one is a mean over}",
 )
-"""What speaks against a loss that lacks terms in some micro-batches, which then are not told apart."""
+"""What speaks against one weight for all terms of a loss."""
+
+DIVIDED_LATER = (
+    'Return the sum alone, divided by nothing, with reduction="sum" and num_items=(micro-batch) -> its share of what '
+    "the sum of the whole window is divided by"
+)
+BY_ONE: Doubt = (
+    "it divides by 1, which may be the count of one or, kept from 0, of none",
+    "Pass accumulate='joined', which divides by the count of the whole window",
+)
+"""What speaks against a count of exactly 1."""
 
 
-def conclude(sizes: Sequence[int], reductions: Sequence[Reduction], is_doubtful: bool = False) -> Conclusion:
+def conclude(sizes: Sequence[int], reductions: Sequence[Reduction], has_zeros: bool = False) -> Conclusion:
     """Conclude what the losses of a window's micro-batches add up to.
 
     Args:
         sizes: samples of each.
         reductions: how each one's loss was reduced.
-        is_doubtful: whether a count may be of one or of none: see ``stands_for_none``.
+        has_zeros: whether a loss that was divided by 1 is 0, as where a mask is empty.
     """
     # Reductions without terms are plain means, or counts of the user's: there is nothing to tell.
     if not any(reduction.terms for reduction in reductions):
         return Conclusion(is_sum=False)
+    # What was left out of the window, for it counts nothing, says nothing.
+    shown = [(size, each) for size, each in zip(sizes, reductions, strict=True) if each.terms or float(each.items)]
+    sizes, reductions = [size for size, _ in shown], [each for _, each in shown]
     # First, whether the terms can be compared at all.
     doubt = doubt_of_unknown(reductions)
     if doubt is not None:
         return Conclusion(False, doubt)
     if len({len(reduction.terms) for reduction in reductions}) > 1:
-        return Conclusion(False, DIFFERING)
+        return Conclusion(False, SEVERAL)
     if all(map(_is_one_for_each, sizes, reductions)):
         return Conclusion(False, ("it has as many terms as there are samples", _COUNT))
     # Then what each term is: a column holds one term in all micro-batches.
@@ -75,28 +88,21 @@ def conclude(sizes: Sequence[int], reductions: Sequence[Reduction], is_doubtful:
         kinds.append(kind)
         if doubt is not None:
             return Conclusion(kinds[0] == "sum", doubt)
-    # A micro-batch has one weight, that of its first term. Where the other terms do not agree with it, such as a sum
-    # beside a mean, or a mean over another number of items, each needs a weight of its own.
+    # A micro-batch has one weight, that of its first term.
     is_sum = kinds[0] == "sum"
     are_alike = is_sum or all(proportional(counts, divisors[0]) for counts in divisors[1:])
     if len(set(kinds)) > 1 or not are_alike:
-        return Conclusion(is_sum, kinds={str(i): "sum" if kind == "sum" else "items" for i, kind in enumerate(kinds)})
-    # A mask's count that is kept from 0 by clamp(min=1) gives itself away by a loss of 0 where its term is all of the
-    # loss (stands_for_none). Beside other terms it does not.
+        return Conclusion(is_sum, SEVERAL)
+    # An empty mask gives itself away by a loss of 0 where its term is all of the loss.
     is_alone = len(columns) == 1 and not any(reduction.constants for reduction in reductions)
-    kept_from_0 = not is_alone and any(
-        _may_be_kept(sizes, terms, counts) for terms, counts in zip(columns, divisors, strict=True)
+    kept_from_0 = (
+        has_zeros
+        if is_alone
+        else any(_may_be_kept(sizes, terms, counts) for terms, counts in zip(columns, divisors, strict=True))
     )
-    if (is_doubtful or kept_from_0) and not is_sum:
-        kept = "it divides by 1, which may be the count of one or, kept from 0, of none"
-        return Conclusion(is_sum, (kept, DIVIDED_LATER))
+    if kept_from_0 and not is_sum:
+        return Conclusion(is_sum, BY_ONE)
     return Conclusion(is_sum, _doubt_of_constants(sizes, reductions, is_sum))
-
-
-DIVIDED_LATER = (
-    'Return the sum alone, divided by nothing, with reduction="sum" and num_items=(micro-batch) -> its share of what '
-    "the sum of the whole window is divided by"
-)
 
 
 def num_contributing(losses: Sequence[torch.Tensor | None], reductions: Sequence[Reduction]) -> int:
@@ -113,37 +119,14 @@ def num_contributing(losses: Sequence[torch.Tensor | None], reductions: Sequence
 def doubt_of_unknown(reductions: Sequence[Reduction]) -> Doubt | None:
     """Return that the graph of a loss leads to operations that say nothing of it, where that is so."""
     for reduction in reductions:
-        unknown = sorted({_in_words(term) for term in reduction.terms if term.kind == "unknown"})
+        found = [term for term in reduction.terms if term.kind == "unknown"]
+        unknown = sorted(set(map(_in_words, found)))
+        if found and all(term.numbers and term.is_one for term in found):  # a mask of one entry
+            return BY_ONE if len(reduction.terms) == 1 else SEVERAL
         if unknown:
             cure = f"{_COUNT}; {_WHOLE}" if _OF_ROOTS.isdisjoint(unknown) else _ROOT
             return f"its graph leads to {' and '.join(unknown)}, which says nothing of it", cure
     return None
-
-
-def totals_of(kinds: Mapping[str, TermKind], reductions: Sequence[Reduction]) -> dict[str, float]:
-    """Return what each mean over items counts in a window, as the graphs of its micro-batches show."""
-    found = {}
-    for index, (name, kind) in enumerate(kinds.items()):
-        divisors = [reduction.terms[index].divisor for reduction in reductions if reduction.terms]
-        if kind == "items" and (total := math.fsum(map(finite, divisors))):
-            found[name] = total
-    return found
-
-
-def kind_of_term(sizes: Sequence[int], terms: Sequence[Term]) -> TermKind:
-    """Conclude what one term of several is.
-
-    Args:
-        sizes: samples of each micro-batch that has it.
-        terms: the term as each of them has it.
-    """
-    # Of one whose weights sum to one in some micro-batch, by chance as of a mask with a single entry, the others tell.
-    known = [(size, term) for size, term in zip(sizes, terms, strict=True) if term.kind != "unknown"]
-    if not known or any(term.kind == "unknown" and not term.numbers for term in terms):
-        return "samples"
-    told = [term for _, term in known]
-    kind, _ = _kind_of([size for size, _ in known], told, [finite(term.divisor) for term in told])
-    return "sum" if kind == "sum" else "items"
 
 
 def _may_be_kept(sizes: Sequence[int], terms: Sequence[Term], counts: Sequence[float]) -> bool:
@@ -200,7 +183,8 @@ def _kind_of(sizes: Sequence[int], terms: Sequence[Term], counts: Sequence[float
         return "mean", None
     return "mean", (
         "it is multiplied by another factor in each micro-batch",
-        "Leave the factor out, draw it for all of the window in before_window=, or pass num_items= where it is a count",
+        "Leave the factor out, pass accumulate='joined', by which it is drawn once for the full batch, or pass "
+        "num_items= where it is a count",
     )
 
 

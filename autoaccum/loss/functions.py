@@ -21,7 +21,6 @@ from autoaccum.errors import (
 )
 from autoaccum.loss import mistakes
 from autoaccum.loss.counting import count_items, never_zero
-from autoaccum.loss.shared import Beside
 from autoaccum.loss.stated import Computed, CountItems, LossOf, Reducing
 from autoaccum.loss.terms import divisor_of
 from autoaccum.loss.types import mistaken
@@ -30,12 +29,11 @@ from autoaccum.loss.types import mistaken
 def loss_function(
     loss_fn: Callable[..., Any] | None,
     training_step: Callable[..., Any] | None,
-    before_window: Callable[..., Any] | None = None,
 ) -> LossOf:
     """Make the loss of a batch of ``loss_fn(outputs, targets)``, ``training_step(model, batch)`` or the model itself.
 
     A model is called with a mapping's values as keywords, a tuple's or list's as positional arguments, and anything
-    else as its one argument. With a ``before_window`` batches come with what it has returned: see ``loss.shared``.
+    else as its one argument.
 
     Raises:
         ConflictingArgumentsError: both functions are given.
@@ -52,18 +50,12 @@ def loss_function(
             names = () if takes is None else takes.names
             if name == "training_step" and (swapped := mistakes.in_order(given, names)) is not None:
                 raise swapped
-            # A loss_fn gets what is shared in any case, a training_step where it asks for it.
-            has_third = before_window is not None and takes is not None and (name == "loss_fn" or takes.required >= 3)
-            parameters = (*two, "shared") if has_third else two
-            cure = "The third argument is what before_window has returned." if has_third else ""
-            _checks.function(name, given, parameters, "loss", cure)
+            _checks.function(name, given, two, "loss")
     # With neither of them the model has to return its loss, which shows when it is called for the first time.
     if loss_fn is not None and training_step is not None:
         raise ConflictingArgumentsError(
             "training_step", training_step, "loss_fn", "A training_step computes the whole loss: leave loss_fn out."
         )
-    if before_window is not None:
-        return _explaining(_with_shared(loss_fn, training_step), loss_fn, training_step)
     return _explaining(_loss_of(loss_fn, training_step), loss_fn, training_step)
 
 
@@ -91,13 +83,12 @@ def _explaining(
         try:
             return loss_of(model, batch)
         except (TypeError, AttributeError, RuntimeError, IndexError, ValueError) as error:
-            given = batch.batch if isinstance(batch, Beside) else batch
             if training_step is not None and isinstance(error, TypeError | AttributeError):
-                mistakes.refuse_swapped(training_step, model, given, error)
-            if loss_fn is not None and isinstance(error, TypeError) and mistakes.returns_loss(loss_fn, model, given):
+                mistakes.refuse_swapped(training_step, model, batch, error)
+            if loss_fn is not None and isinstance(error, TypeError) and mistakes.returns_loss(loss_fn, model, batch):
                 cure = "It returns a loss for (model, batch), as a training_step does: pass training_step=."
                 raise ArgumentTypeError("loss_fn", loss_fn, "a function (outputs, targets) -> loss", cure) from error
-            if (found := mistaken(error, model, given)) is None:
+            if (found := mistaken(error, model, batch)) is None:
                 raise
             raise found from error
 
@@ -111,8 +102,7 @@ def stated(
 
     Such a sum is a mean then.
     """
-    is_sum = reduction == "sum" or (isinstance(reduction, Mapping) and set(reduction.values()) == {"sum"})
-    if num_items is None or not is_sum:
+    if num_items is None or reduction != "sum":
         return loss_of, num_items, reduction, False
     # A sum over the window's count is a mean over it, and means are what is weighed. One of a micro-batch that counts
     # nothing belongs to the window's too, as that over all anchors beside a count of those that are an object's.
@@ -128,28 +118,10 @@ def stated(
             raise NonScalarLossError("num_items", f"a count for each of {', '.join(counted)}, beside one loss")
         divisors = {name: divisor_of(items) for name, items in counted.items()}
         terms = {name: loss / divisors[name] if name in divisors else loss for name, loss in computed.terms.items()}
-        # What was added besides, numbers in the place of losses, is not divided.
-        rest = computed.loss.detach() - reduce(add, computed.terms.values()).detach()
-        return computed._replace(loss=reduce(add, terms.values()) + rest, terms=terms)
+        # Numbers in the place of losses are not divided.
+        return computed._replace(loss=reduce(add, terms.values()) + computed.rest, terms=terms)
 
     return divided, counting, None, True
-
-
-def _with_shared(loss_fn: Callable[..., Any] | None, training_step: Callable[..., Any] | None) -> LossOf:
-    """Make the loss of micro-batches that come with what ``before_window`` has returned."""
-
-    def loss_of(model: Any, given: Beside) -> torch.Tensor | Computed:
-        # Whether anything stands beside the batch is asked of each: that it is merged shows in the data alone, which
-        # nobody has seen when the loss is made.
-        batch = given.batch
-        if loss_fn is not None:
-            inputs, targets = inputs_and_targets(batch)
-            return checked(loss_fn(call(model, inputs), targets, *given.arguments), "loss_fn")
-        if training_step is not None:
-            return checked(training_step(model, batch, *given.arguments), "training_step")
-        return checked(_model_loss(call_on_batch(model, batch)), "the model")
-
-    return loss_of
 
 
 def inputs_and_targets(batch: Any) -> tuple[Any, Any]:
@@ -328,4 +300,4 @@ def _losses(computed: Any, source: str) -> Computed:
     # A model in inference mode, frozen or detached, would train nothing, and say so nowhere else.
     if torch.is_grad_enabled() and not loss.requires_grad:  # in validation no loss needs a gradient
         raise LossWithoutGradError(source)
-    return Computed(loss, losses)
+    return Computed(loss, losses, rest=float(sum(numbers)) if losses else 0.0)

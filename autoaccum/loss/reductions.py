@@ -17,7 +17,6 @@ them, if it is a constant, as in a sum.
 
 from __future__ import annotations
 
-import math
 from dataclasses import replace
 from functools import lru_cache
 from typing import Any
@@ -121,13 +120,6 @@ def is_one(reduction: Reduction) -> bool:
 def kinds_of(reduction: Reduction) -> tuple[str, ...]:
     """Return what each term of a loss looks like: another loss has others."""
     return tuple([term.kind + "1" * term.is_one for term in reduction.terms]) if reduction.terms else ()
-
-
-def has_some(reduction: Reduction) -> bool:
-    """Return whether some terms of a loss have items, and others none: a mean over nothing is no number."""
-    counts = [float(term.divisor) for term in reduction.terms]
-    have_some = [bool(count) and math.isfinite(count) for count in counts]
-    return any(have_some) and not all(have_some)
 
 
 @lru_cache(maxsize=1024)

@@ -11,8 +11,8 @@ T = TypeVar("T")
 CountItems = Callable[[Any], Any] | Mapping[str, Callable[[Any], Any]] | Sequence[Callable[[Any], Any]]
 """(micro-batch) -> number of items that the loss averages over: an int, a float or a tensor of one element. Of several
 losses one for each, or a function that returns one for each: by their names, or in their order."""
-Reducing = Literal["mean", "sum"] | Mapping[str, Literal["mean", "sum"]] | None
-"""What a user says that the loss of a micro-batch is, or each of several; None where that is measured."""
+Reducing = Literal["mean", "sum"] | None
+"""What a user says that the loss of a micro-batch is; None where that is measured."""
 
 
 class Computed(NamedTuple):
@@ -24,6 +24,8 @@ class Computed(NamedTuple):
     """Each of several, by its name, or by its place in a sequence; empty where there is one."""
     outputs: Mapping[str, Any] = {}
     """What was returned beside them, by name."""
+    rest: float = 0.0
+    """The sum of numbers that stand in the place of losses."""
 
 
 LossOf = Callable[[Any, Any], torch.Tensor | Computed]

@@ -19,11 +19,12 @@ import math
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
+from dataclasses import replace
 from typing import Any
 
 import torch
 
-from autoaccum.loss.conclusions import conclude, stands_for_none
+from autoaccum.loss.conclusions import conclude
 from autoaccum.loss.hypotheses import PLAIN_MEAN, PLAIN_SUM, SUMS, Conclusion, Hypothesis
 from autoaccum.loss.reading import Numbers
 from autoaccum.loss.terms import NONE, Count, Division, Edge, Reduction, divisor_of
@@ -95,13 +96,6 @@ class Tally:
                 # The weight is rounded to the loss's type, of 16 bits: a power of two leaves small counts exact.
                 self._guess = power_of_two(self._guess)
         return (1.0 if items == NONE else items) / self._guess  # as ``divisor_of`` has it
-
-    def take_all(self, items: torch.Tensor) -> float:
-        """Take what a window in one piece counts, which is read at its end; return its weight, which is 1."""
-        # Whatever it counts, it is all of it; and of nothing nothing goes through: see ``guarded``.
-        self._late.append(len(self._counts))
-        self._counts.append(items)
-        return 1.0
 
     @property
     def guess(self) -> float:
@@ -178,7 +172,8 @@ def conclude_by(
     stated: object,
     sizes: Sequence[int],
     reductions: Sequence[Reduction],
-    is_doubtful: bool,
+    *,
+    has_zeros: bool,
 ) -> Conclusion:
     """Return what a window is: as was measured, or as its micro-batches show.
 
@@ -187,40 +182,15 @@ def conclude_by(
         stated: what the user says that the loss is.
         sizes: samples of each micro-batch.
         reductions: how each one's loss was reduced.
-        is_doubtful: whether a count may be of one or of none.
+        has_zeros: whether a loss that was divided by 1 is 0.
     """
     # What was measured holds for the run, whatever the graphs of a window look like.
     if hypothesis is not None:
         return PLAIN_SUM if hypothesis in SUMS else PLAIN_MEAN
     if len(sizes) > 1 and any(reduction.terms for reduction in reductions):
-        found = conclude(sizes, reductions, is_doubtful)
-        return PLAIN_MEAN if stated == "mean" and not found.kinds else found  # as the user says
+        found = conclude(sizes, reductions, has_zeros)
+        return replace(found, is_sum=False) if stated == "mean" else found  # as the user says
     return PLAIN_MEAN
-
-
-def counting_nothing(
-    sizes: Sequence[int],
-    reductions: Sequence[Reduction],
-    losses: Sequence[torch.Tensor | None],
-    ones_are_none: bool,
-) -> tuple[list[int], bool]:
-    """Return the micro-batches whose count of 1 stands for none, and whether that is in doubt for any.
-
-    Args:
-        sizes: samples of each micro-batch.
-        reductions: how each one's loss was reduced.
-        losses: their values; None of what counts nothing already.
-        ones_are_none: whether each count of 1 is taken for one of none.
-    """
-    # Losses without terms are PyTorch's own means, which over nothing are no numbers, or are counted by the user.
-    found, is_doubtful = [], False
-    for index, loss in enumerate(losses):
-        if loss is not None and reductions[index].terms:
-            is_none, may_be_one = stands_for_none(reductions[index], loss, sizes[index])
-            if is_none or (ones_are_none and any(term.is_one for term in reductions[index].terms)):
-                found.append(index)
-            is_doubtful = is_doubtful or may_be_one
-    return found, is_doubtful
 
 
 class Foresight:

@@ -28,11 +28,6 @@ def argument_of(window: Window) -> str:
     return "batch" if isinstance(window, Part) else "effective_batch"
 
 
-def same_part(window: Window, other: Window) -> Window:
-    """Return of another window of the same samples what one is: a share of it, or all of it."""
-    return window.of(other) if isinstance(window, Share) else other
-
-
 class Share:
     """A stretch of a window, which is a window itself for the rank that computes it; it may be empty."""
 
@@ -47,10 +42,6 @@ class Share:
         """The samples of this one."""
         self._sizes, self._rank = sizes, rank
         self._start = sum(sizes[:rank])
-
-    def of(self, window: Window) -> Share:
-        """Return the same stretch of another window of the same samples."""
-        return Share(window, self._sizes, self._rank)
 
     def own_part(self, plan: Sequence[int]) -> tuple[int, ...]:
         """Return what this rank computes of micro-batches that make the whole window.

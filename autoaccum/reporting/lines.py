@@ -29,7 +29,7 @@ from autoaccum.events import (
     Verified,
     Waiting,
 )
-from autoaccum.loss.hypotheses import in_words
+from autoaccum.loss.hypotheses import WORDS
 from autoaccum.memory import clock
 
 NEWS = 1.2
@@ -227,7 +227,7 @@ def verified_text(event: Verified) -> str:
     cuts = ", ".join("+".join(map(str, sizes)) for sizes in event.cuts)
     verdict = "exact" if event.passed else "not exact"
     where = "" if event.passed or event.tensor is None else f" in {event.tensor}"
-    loss = in_words(event.hypothesis)
+    loss = WORDS[event.hypothesis]
     if event.passed and event.hypothesis == "sum and penalties":
         loss += " (penalties on parameters count once a step, and once a micro-batch in the reported loss)"
     # What passes only for rounding, as 64 bits or other orders show, is taken for the tolerance itself.

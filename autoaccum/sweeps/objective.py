@@ -300,7 +300,7 @@ class Objective:
 def _parameters(arguments: Arguments) -> list[torch.Tensor]:
     """Return the parameters that a trial trains."""
     # A loss, or a training step, may be a module with parameters of its own.
-    modules = [arguments.get(name) for name in ("model", "loss_fn", "training_step", "before_window")]
+    modules = [arguments.get(name) for name in ("model", "loss_fn", "training_step")]
     found = [p for m in modules if isinstance(m, torch.nn.Module) for p in m.parameters() if p.requires_grad]
     # An optimizer may hold what no module does. One over parameters of the model holds them once more.
     optimizer = arguments.get("optimizer")

@@ -46,7 +46,6 @@ class PassedOn(TypedDict, total=False):
     training_step: Callable[[Any, Any], Any] | None
     num_items: CountItems | None
     reduction: Reducing
-    before_window: Callable[..., Any] | None
     optimizer: OptimizerLike | None
     lr_scheduler: MakeScheduler | None
     lr_scaling: Scaling

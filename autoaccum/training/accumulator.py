@@ -41,7 +41,6 @@ from autoaccum.training.setup import device_of, make_step, place_of
 from autoaccum.training.step_samples import StepSamples
 from autoaccum.training.synonyms import answering, of_one_batch
 from autoaccum.window.batch_norm import statistics_of
-from autoaccum.window.before import before_window_of, counting
 from autoaccum.window.gradient import Gradient
 from autoaccum.window.job import Job
 from autoaccum.window.optimizers import (
@@ -87,7 +86,6 @@ class Accumulator:
         training_step: Callable[[Any, Any], Any] | None = None,
         num_items: CountItems | None = None,
         reduction: Reducing = None,
-        before_window: Callable[..., Any] | None = None,
         micro_batch: int | Literal["auto"] = "auto",
         max_micro_batch: int | None = None,
         min_micro_batch: int | None = None,
@@ -123,10 +121,6 @@ class Accumulator:
             reduction: mean or sum: what the loss of a micro-batch is over its samples or items, where that is to be
                 said and not measured; of several losses a dict of these by their names. A sum beside num_items is
                 divided by what these count in the window.
-            before_window: (batch) -> what micro-batches get besides, of all samples of a window, on the host:
-                statistics of the window itself. (batch, in_pieces) runs the model on them too, by in_pieces(function)
-                with function(model, micro_batch). A mapping is merged into micro-batches that are mappings; anything
-                else is the third argument of training_step and loss_fn.
             micro_batch: "auto", or the samples of one forward and backward.
             max_micro_batch: the most samples to try at once.
             min_micro_batch: the fewest samples of one forward and backward; a window that has fewer is run as one
@@ -171,16 +165,15 @@ class Accumulator:
         optimizer = unprepared(optimizer)
         checked = check(
             OF_ACCUMULATOR, CHECKS, model=model, optimizer=optimizer, loss_fn=loss_fn, training_step=training_step,
-            num_items=num_items, reduction=reduction, before_window=before_window, micro_batch=micro_batch,
-            max_micro_batch=max_micro_batch, min_micro_batch=min_micro_batch, memory_limit=memory_limit,
-            headroom=headroom, memory_saving=memory_saving, patience=patience, precision=precision, clip_norm=clip_norm,
-            state=state, batch_norm=batch_norm, accumulate=accumulate, verify=verify, strict=strict, ranks=ranks,
-            compression=compression, collate_fn=collate_fn, split=split, batch_dim=batch_dim, callbacks=callbacks,
+            num_items=num_items, reduction=reduction, micro_batch=micro_batch, max_micro_batch=max_micro_batch,
+            min_micro_batch=min_micro_batch, memory_limit=memory_limit, headroom=headroom, memory_saving=memory_saving,
+            patience=patience, precision=precision, clip_norm=clip_norm, state=state, batch_norm=batch_norm,
+            accumulate=accumulate, verify=verify, strict=strict, ranks=ranks, compression=compression,
+            collate_fn=collate_fn, split=split, batch_dim=batch_dim, callbacks=callbacks,
         )  # fmt: skip
-        counts = num_items if before_window is None else counting(num_items)
-        loss_of, counts, reduction, divides = stated(checked[loss_function], counts, reduction)
+        loss_of, counts, reduction, divides = stated(checked[loss_function], num_items, reduction)
         self._callbacks = checked[_checks.of_event_callbacks]
-        self._modules = modules_of(model, loss_fn, training_step, before_window)
+        self._modules = modules_of(model, loss_fn, training_step)
         parameters = trainable_parameters(model, self._modules, optimizer)
         # One of another model would train nothing, and say nothing.
         check_optimizer(optimizer, parameters, functions=(loss_fn, training_step))
@@ -195,7 +188,7 @@ class Accumulator:
         # From here on others wait for this rank: what ends it is told to them.
         with self._telling():
             if self._meeting is not None:
-                together.refuse_options(self._modules, before_window, min_micro_batch, checked[statistics_of])
+                together.refuse_options(self._modules, min_micro_batch, checked[statistics_of])
                 self._meeting.group.summing.prepare(parameters, compression)
             # Left to the first step, it would be allocated after plans have been measured without it.
             with place.limit.kept(), room_for_model(place.memory, place.limit.bytes, parameters):
@@ -222,7 +215,6 @@ class Accumulator:
         job = Job(
             model=model, modules=tuple(self._modules), optimizer=optimizer, loss_of=loss_of, num_items=counts,
             divides=divides, reduction=reduction,
-            before_window=checked[before_window_of],
             min_micro_batch=min_micro_batch or 1, collate_fn=collate_fn, split=self._split, device=self._device,
             precision=precision, state=state, batch_norm=checked[statistics_of],
         )  # fmt: skip

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from html import escape
 
 from autoaccum.events import Notice
-from autoaccum.loss.hypotheses import in_words, term_by_term
+from autoaccum.loss.hypotheses import WORDS
 
 _MOST_TENSORS = 5
 """Tensors that are listed: the worst of them tell where to look."""
@@ -94,17 +94,14 @@ class CheckReport:
             yield from _entry("reason", f"{self.reason}.")
             yield from _entry("memory", f"{self.held:.0%} of what the full batch holds for backward, and a micro-batch")
         elif self.passed:
-            yield from _entry("the loss", in_words(self.hypothesis or ""))
+            yield from _entry("the loss", WORDS.get(self.hypothesis or "", ""))
         dtype = f"float{'64' if self.tolerance <= 1e-6 else '32'}"
         rounding = f"up to {format_error(self.tolerance)} is rounding in {dtype}"
         yield from _entry("error", f"{format_error(self.error)}, relative to the gradient ({rounding})")
         yield from _entry("measured", f"on {self.samples} samples, in {self.seconds:.2g} s")
         sizes = {cut: " + ".join(map(str, cut.sizes)) for cut in self.cuts}
         yield from _table("split into", [(sizes[cut], cut.error) for cut in self.cuts], self.tolerance)
-        # Which of several terms is which is said where the words alone do not tell two of them apart.
-        words = [in_words(name) for name in self.hypotheses]
-        says = term_by_term if len(set(words)) < len(words) else in_words
-        rows = [(says(name), error) for name, error in self.hypotheses.items()]
+        rows = [(WORDS[name], error) for name, error in self.hypotheses.items()]
         # Of a loss that is exact the others are what it is not.
         yield from _table("if the loss were", rows, self.tolerance, "ruled out" if self.passed else "not exact")
         worst = list(self.tensors.items())

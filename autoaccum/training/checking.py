@@ -21,9 +21,9 @@ from autoaccum.events import Notice
 from autoaccum.loss.counting import count_items
 from autoaccum.loss.coupling import Crossing, couples_samples, crossings, smallest_micro_batch
 from autoaccum.loss.functions import loss_function, stated
-from autoaccum.loss.hypotheses import Hypothesis, TermKind, of_terms
+from autoaccum.loss.hypotheses import Hypothesis
 from autoaccum.loss.reductions import read, without_graph
-from autoaccum.loss.stated import Computed, CountItems, LossOf, Reducing, total
+from autoaccum.loss.stated import CountItems, Reducing, total
 from autoaccum.loss.terms import Reduction
 from autoaccum.memory import clock
 from autoaccum.memory.devices import find_device, memory_of
@@ -38,7 +38,7 @@ from autoaccum.training.options import CHECKS, OF_CHECK, modules_of
 from autoaccum.training.synonyms import answering
 from autoaccum.training.traces import no_trace
 from autoaccum.verification import notices
-from autoaccum.verification.certain import why_uncertain
+from autoaccum.verification.certain import why_uncertain, why_unweighted
 from autoaccum.verification.comparison import tolerance_of
 from autoaccum.verification.decision import in_order
 from autoaccum.verification.draws import UnalignedError, UnsettledError
@@ -49,7 +49,6 @@ from autoaccum.verification.samples import MOST, choose, cuts_of
 from autoaccum.verification.side_effects import SideEffects
 from autoaccum.verification.verdict import measure
 from autoaccum.window.batch_norm import refuse_unseen, statistics_of
-from autoaccum.window.before import SharedStretch, before_window_of, counting, loss_alone, sharing_of
 from autoaccum.window.job import Job
 from autoaccum.window.joined import why_not_joined
 from autoaccum.window.modules import into_training
@@ -59,7 +58,6 @@ from autoaccum.window.raised import tell_micro_batch
 from autoaccum.window.split_calls import Layout
 from autoaccum.window.state import State
 from autoaccum.window.surroundings import surroundings_of
-from autoaccum.window.terms import Terms
 
 
 # Its parameters, their texts, and those checked, are written by tests/write_signatures.py.
@@ -73,7 +71,6 @@ def check(
     training_step: Callable[[Any, Any], Any] | None = None,
     num_items: CountItems | None = None,
     reduction: Reducing = None,
-    before_window: Callable[..., Any] | None = None,
     state: Literal["micro-batch", "window"] = "micro-batch",
     batch_norm: str = "micro",
     accumulate: Literal["auto", "weighted", "joined"] = "auto",
@@ -105,10 +102,6 @@ def check(
         reduction: mean or sum: what the loss of a micro-batch is over its samples or items, where that is to be said
             and not measured; of several losses a dict of these by their names. A sum beside num_items is divided by
             what these count in the window.
-        before_window: (batch) -> what micro-batches get besides, of all samples of a window, on the host: statistics of
-            the window itself. (batch, in_pieces) runs the model on them too, by in_pieces(function) with
-            function(model, micro_batch). A mapping is merged into micro-batches that are mappings; anything else is the
-            third argument of training_step and loss_fn.
         state: how often state that forwards change (momentum encoders, spectral norms, codebooks) moves: micro-batch:
             with each; window: once, as the last micro-batch leaves it, and all of a window find the same.
         batch_norm: whose statistics BatchNorm normalises by in training: micro: those of a micro-batch; ghost:32: of
@@ -141,15 +134,14 @@ def check(
     """
     checked = check_arguments(
         OF_CHECK, CHECKS, model=model, batch=batch, loss_fn=loss_fn, training_step=training_step, num_items=num_items,
-        reduction=reduction, before_window=before_window, state=state, batch_norm=batch_norm, accumulate=accumulate,
-        device=device, ranks=ranks, collate_fn=collate_fn, split=split, batch_dim=batch_dim,
+        reduction=reduction, state=state, batch_norm=batch_norm, accumulate=accumulate, device=device, ranks=ranks,
+        collate_fn=collate_fn, split=split, batch_dim=batch_dim,
     )  # fmt: skip
     refuse_ranks(ranks, "check")
     started = clock.now()
-    counts = num_items if before_window is None else counting(num_items)
-    loss_of, counts, reduction, divides = stated(checked[loss_function], counts, reduction)
+    loss_of, counts, reduction, divides = stated(checked[loss_function], num_items, reduction)
     bare = getattr(model, "_orig_mod", model)  # what torch.compile wraps: it is measured eagerly
-    modules = modules_of(bare, loss_fn, training_step, before_window)
+    modules = modules_of(bare, loss_fn, training_step)
     parameters = trainable_parameters(bare, modules)
     refuse_unseen(checked[statistics_of], bare, modules)
     on = find_device(device)
@@ -162,7 +154,6 @@ def check(
         num_items=counts,
         divides=divides,
         reduction=reduction,
-        before_window=checked[before_window_of],
         state=state,
         batch_norm=checked[statistics_of].of_few(),
         collate_fn=collate_fn or getattr(batch, "collate_fn", None),
@@ -172,7 +163,7 @@ def check(
     # Refused before any backward: they would see to it that something remains.
     if notices.has_backward_hooks(parameters):
         return _unmeasured(notices.backward_hook_notice(), parameters, started)
-    held = surroundings_of([loss_of, num_items, before_window])
+    held = surroundings_of([loss_of, num_items])
     every = [model, *modules, *held.modules]  # what only num_items holds too
     memory = memory_of(on)
     limit = Limit(memory, None)
@@ -189,17 +180,10 @@ def check(
             for module in modules:
                 module.to(on)
             into_training(model)
-            build_lazy_layers(model, modules, examples, _alone(job), job.autocast, on)
+            build_lazy_layers(model, modules, examples, job.loss_of, job.autocast, on)
             # To move some makes others of them.
             job = replace(job, optimizer=torch.optim.SGD(trainable_parameters(bare, modules), lr=0.0))
         return _Check(job, window).in_force(accumulate, started)
-
-
-def _alone(job: Job) -> LossOf:
-    """Return the loss of samples that are a window by themselves."""
-    return loss_alone(
-        job.loss_of, job.before_window, model=job.model, modules=job.modules, device=job.device, autocast=job.autocast
-    )
 
 
 def _aside(job: Job, modules: Sequence[nn.Module]) -> State:
@@ -247,8 +231,10 @@ class _Shown:
     """By which operations the samples of each meet."""
     written: list[torch.Tensor] = field(default_factory=list)
     """What forwards have written to."""
-    kinds: dict[str, TermKind] = field(default_factory=dict)
-    """What each of several losses is that have names, and each of their terms, as a run takes them."""
+
+    def items(self) -> list[float]:
+        """Return what each micro-batch counts, by its graph."""
+        return [float(reduction.items) for reduction in self.reductions]
 
 
 class _Check:
@@ -259,36 +245,19 @@ class _Check:
         self._window = window
         self._parameters = [p for module in job.modules for p in module.parameters() if p.requires_grad]
         self._smallest = smallest_micro_batch(job.modules, job.batch_norm)
-        self._sharing = sharing_of(job)
         self._untrained: Notice | None = None
         self._counts_by_name = False
         self._failed_on: list[tuple[tuple[int, ...], tuple[int, ...]]] = []
         self._uncertain: str | None = None  # why weights that were measured to be right are no certain count
 
-    def report(self, started: float) -> CheckReport:
-        """Measure, and say what came of it.
-
-        Raises:
-            LossError: the loss cannot be trained on.
-        """
-        looked = attempt(self._look)
-        # Where there is no memory for so many samples there may be for fewer: the measurement tries.
-        shown = _Shown() if isinstance(looked, RanOut) else looked
-        order = in_order(
-            shown.sizes, shown.reductions, counts_items=self._job.num_items is not None, names=list(shown.kinds)
-        )
-        # A run begins with each of them by itself, and knows its terms by these names; kinds by others are of none.
-        if shown.kinds and self._job.num_items is None:
-            order = list(dict.fromkeys([of_terms(shown.kinds), *order]))
+    def _weighted(self, shown: _Shown, started: float) -> CheckReport:
+        """Measure weighted micro-batches, and say what came of it."""
+        order = in_order(shown.sizes, shown.reductions, counts_items=self._job.num_items is not None)
         most = max(MOST, 3 * self._smallest)
         verdict = measure(self._job, self._window, order[0], most=most, written=shown.written)
         if verdict.decision is None:
             return self._not_measured(verdict, started)
-        # Where parts count 1 for none, and have a loss: a run is exact until it meets one, and a check tells of them.
-        ones, decision = verdict.ones, verdict.decision
-        self._is_kept = ones is not None and not ones.passed and decision.passed and not decision.ones_are_none
-        if ones is not None and self._is_kept:
-            decision = ones
+        decision = verdict.decision
         try:
             detailed = attempt(partial(self._in_detail, verdict, decision, order, shown.written))
         except ZeroGradientError:  # but for rounding, which is another each time
@@ -303,19 +272,35 @@ class _Check:
         return self._measured(verdict, decision, detailed, shown, started)
 
     def in_force(self, accumulate: str, started: float) -> CheckReport:
-        """Measure by the rule that a run would choose; return the report."""
-        weighted = None if accumulate == "joined" else self.report(started)
+        """Measure by the rule that a run would choose; return the report.
+
+        Raises:
+            LossError: the loss cannot be trained on.
+        """
+        looked = attempt(self._look)
+        # Where there is no memory for so many samples there may be for fewer: the measurement tries.
+        shown = _Shown() if isinstance(looked, RanOut) else looked
         can_join = why_not_joined(self._job, noise_scale=False, is_sharded=False) is None
-        is_weighted = weighted is not None and weighted.passed and self._uncertain is None
-        if weighted is not None and (is_weighted or accumulate == "weighted" or not can_join):
-            return weighted
-        asked = "accumulate='joined' was passed"
-        reason = self._uncertain or (asked if weighted is None or weighted.notice is None else weighted.notice.cause)
+        if accumulate == "weighted" or (accumulate == "auto" and not can_join):
+            return self._weighted(shown, started)
+        reason, weighted = "accumulate='joined' was passed", None
+        if accumulate == "auto":
+            reason = why_unweighted(self._job, shown.sizes, shown.items(), shown.reductions) or ""
+            weighted = None if reason else self._weighted(shown, started)
+        if weighted is not None:
+            if weighted.passed and self._uncertain is None:
+                return weighted
+            reason = self._uncertain or ("" if weighted.notice is None else weighted.notice.cause)
         found = measure_joined(
-            self._job, self._window, Layout(self._job.modules), most=self._window.num_samples, failed_on=self._failed_on
+            self._job,
+            self._window,
+            Layout(self._job.modules),
+            most=self._window.num_samples,
+            written=shown.written,
+            failed_on=self._failed_on,
         )
-        if weighted is not None and not found.passed:
-            return weighted
+        if accumulate == "auto" and not found.passed:
+            return weighted or self._weighted(shown, started)
         if found.layout is None:
             notice = not_measured_joined(found.unmeasured)
             return replace(_unmeasured(notice, self._parameters, started), accumulate="joined")
@@ -353,9 +338,9 @@ class _Check:
             with torch.compiler.set_stance("force_eager"):
                 self._look_at_whole(chosen)
                 parts = next(iter(cuts_of(count, self._smallest, granule)), ())
-                for index, part in enumerate(parts):
+                for part in parts:
                     try:
-                        self._look_at_part(self._part(chosen, parts, index), len(part), shown)
+                        self._look_at_part(self._batch([chosen[place] for place in part]), len(part), shown)
                     except Exception as error:
                         # A sample by itself may be more than the loss bears: the measurement says what does then.
                         if is_out_of_memory(error):
@@ -382,30 +367,13 @@ class _Check:
 
     def _look_at_part(self, batch: Any, num_samples: int, shown: _Shown) -> None:
         """Run some samples forward, and note what the graph of their loss shows."""
-        computed = self._job.loss_of(self._job.model, batch)
-        loss = total(computed)
-        if isinstance(computed, Computed) and computed.terms:
-            terms = Terms(num_samples, {}, {}, deferred=False)
-            terms.add(computed, {}, num_samples, None, lambda loss: loss)
-            shown.kinds |= terms.kinds()
+        loss = total(self._job.loss_of(self._job.model, batch))
         found = without_graph(read(loss, num_samples)), crossings(loss, num_samples)
         shown.sizes.append(num_samples)
         shown.reductions.append(found[0])
         shown.crossings.append((num_samples, found[1]))
 
-    def _part(self, chosen: Sequence[int], parts: Cut, index: int) -> Any:
-        """Return one of the parts of some samples, with what it shares with the others."""
-        if self._sharing is None:
-            return self._batch([chosen[place] for place in parts[index]])
-        make = lambda part: self._on_device([chosen[place] for place in part])  # noqa: E731
-        window = SharedStretch(self._sharing, parts, make)
-        return window.micro_batch(sum(map(len, parts[:index])), len(parts[index]))
-
     def _batch(self, positions: Sequence[int]) -> Any:
-        batch = self._on_device(positions)
-        return batch if self._sharing is None else self._sharing.alone(batch)
-
-    def _on_device(self, positions: Sequence[int]) -> Any:
         return batches.to_device(self._window.samples(positions), self._job.device, copy=True)
 
     def _in_detail(
@@ -419,9 +387,8 @@ class _Check:
             measurement.run_whole()
             self._untrained = notices.untrained_notice(self._job.modules, measurement.trained)
             for hypothesis in dict.fromkeys([decision.hypothesis, *order]):
-                are_none = decision.ones_are_none and hypothesis == decision.hypothesis
                 try:
-                    found[hypothesis] = outcome = _run(measurement, decision.cuts, hypothesis, ones_are_none=are_none)
+                    found[hypothesis] = outcome = _run(measurement, decision.cuts, hypothesis)
                     # It has passed under constants in the place of draws, then, and so are the others measured.
                     is_held = hypothesis == decision.hypothesis and decision.passed
                     if is_held and outcome.error > verdict.tolerance and measurement.has_draws:
@@ -445,9 +412,9 @@ class _Check:
         """Return the report of what was measured."""
         held = found[decision.hypothesis]
         self._failed_on = [] if decision.passed else verdict.failing(decision)
-        items = [float(reduction.items) for reduction in shown.reductions]
         if decision.passed:
-            self._uncertain = why_uncertain(self._job, decision.hypothesis, shown.sizes, items, shown.reductions)
+            held_by = decision.hypothesis
+            self._uncertain = why_uncertain(self._job, held_by, shown.sizes, shown.items(), shown.reductions)
         by_error = sorted(held.tensors.items(), key=lambda item: -math.inf if math.isnan(item[1]) else -item[1])
         rounded = notices.half_precision_notices(self._parameters)
         notice = rounded[0] if rounded else None
@@ -459,23 +426,19 @@ class _Check:
                 suspicion = notices.coupling_notice()
             elif notice is None and not counts_items:
                 suspicion = notices.doubt_of(shown.sizes, shown.reductions)
-            if verdict.suspect is not None:
-                suspicion = notices.of(verdict.suspect)
             # A run stops at the first cut that fails; the worst of all of them is what is told of here.
             worst = replace(decision, error=held.error, tensor=held.tensor)
             notice = notices.failure_notice(
                 worst,
-                verdict.causes,
                 verdict.samples,
                 self._job.modules,
-                suspicion,
-                is_time_first=verdict.is_time_first,
+                notices.suspected(verdict, suspicion),
                 statistics=self._job.batch_norm,
                 counts_items=counts_items,
             )
-        if self._is_kept:
-            notice = notices.ones_notice(held.error)
         notice = notice or self._untrained or unused
+        if notice is None and self._uncertain is not None:
+            notice = notices.uncertain_notice(self._uncertain)
         # What else a run would do otherwise than was measured here.
         if notice is None and decision.passed and (verdict.leaves_part or verdict.draws_once):
             notice = notices.part_of_state_notice() if verdict.leaves_part else notices.drawn_once_notice()
@@ -509,17 +472,17 @@ class _Check:
         return _unmeasured(notice, self._parameters, started)
 
 
-def _run(measurement: Measurement, cuts: Sequence[Cut], hypothesis: Hypothesis, *, ones_are_none: bool) -> Outcome:
+def _run(measurement: Measurement, cuts: Sequence[Cut], hypothesis: Hypothesis) -> Outcome:
     """Measure one hypothesis in every cut: under the draws of the whole, or under constants where these do not fit."""
     try:
-        return measurement.run(cuts, hypothesis, ones_are_none=ones_are_none)
+        return measurement.run(cuts, hypothesis)
     except Exception as error:
         # An index that is drawn for one of all samples is none of a part, which the user's code may say.
         if is_out_of_memory(error) or isinstance(error, ZeroGradientError) or not measurement.draws_anything:
             raise
         measurement.state.restore()
         measurement.with_constants()
-        return measurement.run(cuts, hypothesis, ones_are_none=ones_are_none)
+        return measurement.run(cuts, hypothesis)
 
 
 def _unmeasured(notice: Notice, parameters: Sequence[torch.Tensor], started: float) -> CheckReport:

@@ -71,7 +71,7 @@ _SAVING = (
     "tensors on the host below that, which cannot be estimated: there is one memory here."
 )
 _OF_PROBE = (
-    "effective_batch", "loss_fn", "training_step", "before_window", "optimizer", "max_micro_batch", "min_micro_batch",
+    "effective_batch", "loss_fn", "training_step", "optimizer", "max_micro_batch", "min_micro_batch",
     "headroom", "precision", "collate_fn", "split", "batch_dim",
 )  # fmt: skip
 """Arguments of a probe that mean the same here."""
@@ -97,7 +97,6 @@ def estimate(
     effective_batch: int | str | Schedule | Callable[[Progress], int] | None = None,
     loss_fn: Callable[[Any, Any], Any] | None = None,
     training_step: Callable[[Any, Any], Any] | None = None,
-    before_window: Callable[..., Any] | None = None,
     optimizer: OptimizerLike | None = None,
     max_micro_batch: int | None = None,
     min_micro_batch: int | None = None,
@@ -128,10 +127,6 @@ def estimate(
             dict of what is to be seen beside it: ``return loss, {"accuracy": ...}``.
         training_step: (model, batch) -> loss, for any batch, or several that are added, in a dict or a list. With
             neither, the model returns its loss, as ``.loss`` or ``["loss"]``.
-        before_window: (batch) -> what micro-batches get besides, of all samples of a window, on the host: statistics of
-            the window itself. (batch, in_pieces) runs the model on them too, by in_pieces(function) with
-            function(model, micro_batch). A mapping is merged into micro-batches that are mappings; anything else is the
-            third argument of training_step and loss_fn.
         optimizer: an Optimizer or a function (parameters) -> Optimizer; AdamW when left out. Its state must fit too.
         max_micro_batch: the most samples to try at once.
         min_micro_batch: the fewest samples of one forward and backward.
@@ -167,9 +162,9 @@ def estimate(
     """
     checked = check(
         OF_ESTIMATE, (*CHECKS, of_device_memory), model=model, batch=batch, device_memory=device_memory,
-        effective_batch=effective_batch, loss_fn=loss_fn, training_step=training_step, before_window=before_window,
-        optimizer=optimizer, max_micro_batch=max_micro_batch, min_micro_batch=min_micro_batch, headroom=headroom,
-        precision=precision, collate_fn=collate_fn, split=split, batch_dim=batch_dim, memory_saving=memory_saving,
+        effective_batch=effective_batch, loss_fn=loss_fn, training_step=training_step, optimizer=optimizer,
+        max_micro_batch=max_micro_batch, min_micro_batch=min_micro_batch, headroom=headroom, precision=precision,
+        collate_fn=collate_fn, split=split, batch_dim=batch_dim, memory_saving=memory_saving,
     )  # fmt: skip
     started, schedule, limit_bytes = clock.now(), checked[schedule_if_any], checked[of_device_memory]
     fewest = min_micro_batch or 1
@@ -185,10 +180,10 @@ def estimate(
     if not isinstance(model, nn.Module):
         trainable_parameters(model, ())  # which refuses it
     bare = getattr(model, "_orig_mod", model)  # what torch.compile wraps: it is run eagerly
-    modules = modules_of(bare, loss_fn, training_step, before_window)
+    modules = modules_of(bare, loss_fn, training_step)
     refuse_lazy(bare, (tensor for module in modules for tensor in (*module.parameters(), *module.buffers())))
     functions = {
-        "loss_fn": loss_fn, "training_step": training_step, "before_window": before_window, "optimizer": optimizer,
+        "loss_fn": loss_fn, "training_step": training_step, "optimizer": optimizer,
     }  # fmt: skip
     with _no_trace(modules, functions.values()), _naming(model), torch.enable_grad():
         fakes, split = Fakes(), checked[split_of]

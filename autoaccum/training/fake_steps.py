@@ -14,7 +14,6 @@ from autoaccum.loss.stated import LossOf, total
 from autoaccum.memory.fake import FakeMemory, Fakes
 from autoaccum.training.fake_copies import FakeCopies, FakeSamples
 from autoaccum.window.attributes import is_expanded
-from autoaccum.window.before import before_window_of, loss_alone
 from autoaccum.window.blocks import HIGHEST, Rung, candidates, named_blocks, rungs_of
 from autoaccum.window.modules import into_training
 from autoaccum.window.optimizers import allocate_state, make_optimizer, sparsely_trained, trainable_parameters
@@ -62,7 +61,7 @@ class FakeStep:
             fakes: makes tensors.
             samples: makes batches.
             modules: the user's, the model first.
-            functions: the user's by their arguments: ``loss_fn``, ``training_step``, ``before_window``, ``optimizer``.
+            functions: the user's by their arguments: ``loss_fn``, ``training_step``, ``optimizer``.
             precision: that forwards compute in.
         """
         self._fakes, self._samples = fakes, samples
@@ -73,16 +72,9 @@ class FakeStep:
         into_training(self._model)
         functions = {name: copies.of_function(function, name) for name, function in functions.items()}
         optimizer = functions.pop("optimizer")
-        loss_fn, training_step, before_window = functions.values()
+        loss_fn, training_step = functions.values()
         self._context = autocast(precision, _CPU)
-        self._loss_of: LossOf = loss_alone(
-            loss_function(loss_fn, training_step, before_window),
-            before_window_of(before_window, loss_fn, training_step),
-            model=self._model,
-            modules=self._modules,
-            device=_CPU,
-            autocast=self._context,
-        )
+        self._loss_of: LossOf = loss_function(loss_fn, training_step)
         self._recomputing = Recomputing(self._modules, functions.values(), _CPU)
         parameters = trainable_parameters(self._model, self._modules, optimizer)
         sparse = {id(weight) for weight in sparsely_trained(self._modules)}

@@ -38,7 +38,6 @@ def fit(
     training_step: Callable[[Any, Any], Any] | None = None,
     num_items: CountItems | None = None,
     reduction: Reducing = None,
-    before_window: Callable[..., Any] | None = None,
     optimizer: OptimizerLike | None = None,
     lr: float | None = None,
     lr_scheduler: MakeScheduler | None = None,
@@ -115,10 +114,6 @@ def fit(
         reduction: mean or sum: what the loss of a micro-batch is over its samples or items, where that is to be said
             and not measured; of several losses a dict of these by their names. A sum beside num_items is divided by
             what these count in the window.
-        before_window: (batch) -> what micro-batches get besides, of all samples of a window, on the host: statistics of
-            the window itself. (batch, in_pieces) runs the model on them too, by in_pieces(function) with
-            function(model, micro_batch). A mapping is merged into micro-batches that are mappings; anything else is the
-            third argument of training_step and loss_fn.
         optimizer: an Optimizer or a function (parameters) -> Optimizer; AdamW when left out.
         lr: learning rate of the AdamW that is made when optimizer is left out; 1e-3 when left out too.
         lr_scheduler: function (optimizer, num_steps) -> LRScheduler; stepped once per window, or for every base_batch
@@ -210,9 +205,9 @@ def fit(
     # Each by its name, so that type checkers follow them; a name that is none Python has refused by now, as fit's.
     trainer = Trainer(
         model=model, data=data, effective_batch=effective_batch, loss_fn=loss_fn, training_step=training_step,
-        num_items=num_items, reduction=reduction, before_window=before_window, optimizer=optimizer, lr=lr,
-        lr_scheduler=lr_scheduler, lr_scaling=lr_scaling, base_batch=base_batch, epochs=epochs, steps=steps,
-        samples=samples, micro_batch=micro_batch, max_micro_batch=max_micro_batch, min_micro_batch=min_micro_batch,
+        num_items=num_items, reduction=reduction, optimizer=optimizer, lr=lr, lr_scheduler=lr_scheduler,
+        lr_scaling=lr_scaling, base_batch=base_batch, epochs=epochs, steps=steps, samples=samples,
+        micro_batch=micro_batch, max_micro_batch=max_micro_batch, min_micro_batch=min_micro_batch,
         memory_limit=memory_limit, headroom=headroom, memory_saving=memory_saving, patience=patience,
         precision=precision, clip_norm=clip_norm, state=state, batch_norm=batch_norm, accumulate=accumulate,
         verify=verify, strict=strict, compile=compile, device=device, ranks=ranks, balance=balance,

@@ -36,7 +36,6 @@ from autoaccum.training.declarations import Checked, Own, arguments, arguments_o
 from autoaccum.training.learning_rate import MakeScheduler, Scaling
 from autoaccum.training.metrics import Metric
 from autoaccum.window.batch_norm import statistics_of
-from autoaccum.window.before import before_window_of
 from autoaccum.window.optimizers import OptimizerLike
 from autoaccum.window.precision import Precision
 from autoaccum.window.surroundings import surroundings_of
@@ -74,7 +73,6 @@ CHECKS: tuple[Callable[..., Any], ...] = (
     statistics_of,
     _checks.of_accumulation,
     _checks.of_verification,
-    before_window_of,
     loss_function,
     _checks.of_validation,
     _checks.of_run_directory,
@@ -175,17 +173,6 @@ class FitArguments:
         in_check=Own(),
     )
     # Between the samples of a window nothing else can pass: a micro-batch is all that a step sees of it.
-    before_window: Callable[..., Any] | None = option(
-        "(batch) -> what micro-batches get besides, of all samples of a window, on the host: statistics of the window "
-        "itself. (batch, in_pieces) runs the model on them too, by in_pieces(function) with function(model, "
-        "micro_batch). A mapping is merged into micro-batches that are mappings; anything else is the third argument "
-        "of training_step and loss_fn.",
-        default=None,
-        check=before_window_of,
-        probe=Own(),
-        accumulator=Own(),
-        in_check=Own(),
-    )
     # How the optimizer steps.
     optimizer: OptimizerLike | None = option(
         "an Optimizer or a function (parameters) -> Optimizer; AdamW when left out.",
@@ -548,7 +535,7 @@ class FitArguments:
 
     def modules(self) -> list[nn.Module]:
         """Return the model, and the loss or the training step where it is a module too."""
-        return modules_of(self.model, self.loss_fn, self.training_step, self.before_window)
+        return modules_of(self.model, self.loss_fn, self.training_step)
 
 
 def modules_of(model: object, *functions: object) -> list[nn.Module]:

@@ -43,7 +43,6 @@ from autoaccum.training.options import CHECKS, OF_PROBE, modules_of, schedule_if
 from autoaccum.training.synonyms import answering
 from autoaccum.training.traces import no_trace
 from autoaccum.window.advice import Refused, advise
-from autoaccum.window.before import before_window_of, loss_alone
 from autoaccum.window.compilations import compiled_parts
 from autoaccum.window.meter import heard
 from autoaccum.window.modules import into_training
@@ -112,7 +111,6 @@ def probe(
     effective_batch: int | str | Schedule | Callable[[Progress], int] | None = None,
     loss_fn: Callable[[Any, Any], Any] | None = None,
     training_step: Callable[[Any, Any], Any] | None = None,
-    before_window: Callable[..., Any] | None = None,
     optimizer: OptimizerLike | None = None,
     max_micro_batch: int | None = None,
     min_micro_batch: int | None = None,
@@ -141,10 +139,6 @@ def probe(
             dict of what is to be seen beside it: ``return loss, {"accuracy": ...}``.
         training_step: (model, batch) -> loss, for any batch, or several that are added, in a dict or a list. With
             neither, the model returns its loss, as ``.loss`` or ``["loss"]``.
-        before_window: (batch) -> what micro-batches get besides, of all samples of a window, on the host: statistics of
-            the window itself. (batch, in_pieces) runs the model on them too, by in_pieces(function) with
-            function(model, micro_batch). A mapping is merged into micro-batches that are mappings; anything else is the
-            third argument of training_step and loss_fn.
         optimizer: an Optimizer or a function (parameters) -> Optimizer; AdamW when left out. Its state must fit too.
         max_micro_batch: the most samples to try at once.
         min_micro_batch: the fewest samples of one forward and backward.
@@ -176,14 +170,14 @@ def probe(
     """
     checked = check(
         OF_PROBE, CHECKS, model=model, data=data, effective_batch=effective_batch, loss_fn=loss_fn,
-        training_step=training_step, before_window=before_window, optimizer=optimizer, max_micro_batch=max_micro_batch,
+        training_step=training_step, optimizer=optimizer, max_micro_batch=max_micro_batch,
         min_micro_batch=min_micro_batch, memory_limit=memory_limit, headroom=headroom, patience=patience,
         precision=precision, device=device, ranks=ranks, collate_fn=collate_fn, split=split, batch_dim=batch_dim,
     )  # fmt: skip
     refuse_ranks(ranks, "probe")
     loss_of, schedule = checked[loss_function], checked[schedule_if_any]
     most = None if schedule is None else schedule.largest
-    modules = modules_of(model, loss_fn, training_step, before_window)
+    modules = modules_of(model, loss_fn, training_step)
     trainable_parameters(model, modules, optimizer)  # raises where there are none
     bare = bare_tensors(optimizer, modules)
     on = find_device(device)
@@ -195,9 +189,6 @@ def probe(
     ceiling, fewest = min(n for n in (max_micro_batch, most, 2**20) if n is not None), min_micro_batch or 1
     _checks.of_smallest_window(min_micro_batch, None if schedule is None else schedule.smallest)
     context = autocast(precision, on)
-    # Its examples are windows of their own: what is shared takes memory as well, and losses may not do without.
-    loss_of = loss_alone(loss_of, checked[before_window_of], model=model, modules=modules, device=on, autocast=context)
-
     with named("a probe was begun, or was undone"), no_trace(modules, optimizer, on, functions=[loss_of]), limit.kept():
         with room_for_model(memory, limit.bytes):
             move(modules, optimizer, on)

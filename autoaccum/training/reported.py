@@ -43,7 +43,7 @@ def _in_eval_mode(validator: Any) -> set[str] | None:
     None where that cannot be told: validations say what is wrong.
     """
     # Losses of whole windows, and what a window shares, are computed of more than a few samples.
-    if type(validator) is not Validator or validator._sharing is not None:
+    if type(validator) is not Validator:
         return None
     snapshot, attributes = Snapshot(validator._modules, validator._device), Attributes(validator._modules)
     snapshot.take()

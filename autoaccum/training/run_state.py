@@ -62,8 +62,6 @@ class RunState:
     pace: Pace
     device: torch.device
     """Where all of them are."""
-    before_window: Any = None
-    """What a ``before_window`` keeps its state in, where that is no module; None where there is none."""
     callbacks: Hooks = field(default_factory=lambda: Hooks(()))
     """The callbacks, some of which may keep something."""
 
@@ -84,8 +82,6 @@ class RunState:
             **self.validations.state_dict(),
             "device": describe(self.device),
             "randomness": randomness.state_dict(self.device),
-            # Only where there is one, so that checkpoints of all other runs are what they were.
-            **({} if self.before_window is None else {"before_window": self.before_window.state_dict()}),
             **self.callbacks.state_dict(),
         }
 
@@ -126,9 +122,6 @@ class RunState:
             self.validator.load_state_dict(state["validator"])
         if self.noise is not None and state["noise"] is not None:
             self.noise.load_state_dict(state["noise"])
-        if self.before_window is not None and "before_window" in state:
-            with _putting_back("before_window"):
-                self.before_window.load_state_dict(state["before_window"])
         with _putting_back("callbacks"):
             self.callbacks.load_state_dict(state)
         self.pace.load_state_dict(state)
@@ -136,14 +129,6 @@ class RunState:
         # Last, for whatever is drawn while the parts are put back has not been drawn in the run.
         with _putting_back("randomness"):
             randomness.load_state_dict(state["randomness"], self.device)
-
-
-def keeper_of(before_window: object) -> Any:
-    """Return the object that a function keeps its state in and that can save it; None where there is none."""
-    # A module is saved with the other modules of the run. Of a method, its object is asked.
-    keeper = getattr(before_window, "__self__", before_window)
-    can_save = callable(getattr(keeper, "state_dict", None)) and callable(getattr(keeper, "load_state_dict", None))
-    return keeper if can_save and not isinstance(keeper, nn.Module) else None
 
 
 @contextmanager
@@ -182,7 +167,7 @@ def _check(run: RunState, weights: Any, state: Any) -> None:
             # Without them a run that has some would go on from those it was begun with.
             **({"tensors": lambda value, entry: check_tensors(held, value, entry)} if held else {}),
         },
-        optionally={"before_window": anything, "callbacks": SAVED_BY_CALLBACKS},
+        optionally={"callbacks": SAVED_BY_CALLBACKS},
     )(state, "")
     _check_together(run, state)
     check_module(run.model, weights, state["buffers"], ("weights", "buffers"))

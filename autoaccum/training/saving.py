@@ -104,10 +104,7 @@ def configuration_of(
     # Of a run by the command line. Not among those that came later, for a run without them had defaults alone.
     if parameters := recipes.passed.get():
         trained[configuration.PARAMETERS] = configuration.plain(parameters)
-    names = ("loss_fn", "training_step", "num_items", "before_window", "collate_fn")
-    # Those that came later are described where they are given alone.
-    late = ("before_window",)
-    functions = {name: getattr(arguments, name) for name in names if name not in late or getattr(arguments, name)}
+    functions = {name: getattr(arguments, name) for name in ("loss_fn", "training_step", "num_items", "collate_fn")}
     details = details_of({"model": model} | ({"loss": last} if last is not model else {}), functions, content)
     if isinstance(arguments.data, DataLoader):  # which says so itself
         given["shuffle"] = shuffles(arguments.data)

@@ -25,8 +25,6 @@ from autoaccum.errors import ArgumentError, ArgumentTypeError, ConflictingArgume
 from autoaccum.events import Event
 from autoaccum.loss.coupling import smallest_micro_batch
 from autoaccum.loss.functions import loss_function, stated
-from autoaccum.loss.hypotheses import kinds_in
-from autoaccum.loss.stated import LossOf
 from autoaccum.memory.base import Memory
 from autoaccum.memory.devices import find_device, memory_of
 from autoaccum.memory.limit import Limit, MemoryLimit
@@ -53,7 +51,6 @@ from autoaccum.verification.examiner import Examiner
 from autoaccum.verification.joining import Joiner
 from autoaccum.verification.verdict import measure
 from autoaccum.window.batch_norm import refuse_unseen, statistics_of
-from autoaccum.window.before import before_window_of, counting, loss_alone, sharing_of
 from autoaccum.window.compilations import Compilations, captures, compiled_parts, graphs_refused
 from autoaccum.window.job import Job
 from autoaccum.window.joined import JoinableTransaction, why_not_joined
@@ -220,7 +217,7 @@ def build(
         # A first forward builds them, as it will be in training: an optimizer can only be made of what is there.
         context = autocast(arguments.precision, place.device)
         fewest = arguments.min_micro_batch or 1
-        loss_of = _loss_of_examples(arguments, checked, place.device)
+        loss_of = checked[loss_function]
         build_lazy_layers(model, modules, source, loss_of, context, place.device, fewest)
         functions = (arguments.loss_fn, arguments.training_step)
         optimizer = make_optimizer(arguments.optimizer, arguments.lr, parameters, functions)
@@ -237,18 +234,6 @@ def build(
         # Left to the first step, it would be allocated after plans have been measured without it.
         allocate_state(optimizer, modules)
     return optimizer, learning_rate
-
-
-def _loss_of_examples(arguments: FitArguments, checked: Checked, device: torch.device) -> LossOf:
-    """Return the loss of a batch that no window is made of, and which is one by itself."""
-    return loss_alone(
-        checked[loss_function],
-        checked[before_window_of],
-        model=arguments.model,
-        modules=arguments.modules(),
-        device=device,
-        autocast=autocast(arguments.precision, device),
-    )
 
 
 def metric_modules(arguments: FitArguments) -> list[nn.Module]:
@@ -355,7 +340,7 @@ def make_step(
     if compiled and micro_batch is None:
         job = replace(job, loss_of=compilations.sparing(job.loss_of))
     kinds = _kinds_of_saving(job, memory_saving, is_compiled=bool(compiled), is_sharded=is_sharded)
-    options: dict[str, Any] = {"clip_norm": clip_norm, "noise_scale": noise_scale, "sharing": sharing_of(job)}
+    options: dict[str, Any] = {"clip_norm": clip_norm, "noise_scale": noise_scale}
     transaction: Transaction
     if group is None:
         transaction = JoinableTransaction(job, **options)
@@ -446,8 +431,7 @@ def step_of(
     schedule, plans = checked[schedule_of], checked[_checks.recorded_plans]
     micro_batch = arguments.micro_batch
     fixed = micro_batch if isinstance(micro_batch, int) else max((max(plan) for plan in plans), default=None)
-    num_items = arguments.num_items if checked[before_window_of] is None else counting(arguments.num_items)
-    loss_of, num_items, reduction, divides = stated(checked[loss_function], num_items, arguments.reduction)
+    loss_of, num_items, reduction, divides = stated(checked[loss_function], arguments.num_items, arguments.reduction)
     job = Job(
         model=step_model,
         modules=tuple(arguments.modules()),
@@ -456,7 +440,6 @@ def step_of(
         num_items=num_items,
         divides=divides,
         reduction=reduction,
-        before_window=checked[before_window_of],
         collate_fn=arguments.collate_fn or getattr(arguments.data, "collate_fn", None),
         min_micro_batch=arguments.min_micro_batch or 1,
         split=checked[split_of],
@@ -573,10 +556,6 @@ def validator_of(
     if isinstance(arguments.micro_batch, int) and arguments.micro_batch >= checked[schedule_of].at(Progress()):
         validator.begin_with(arguments.micro_batch)
     validator.has_outputs = lambda: step.transaction.outputs.are_there
-    # Windows have held this hypothesis: of data that are validated nothing is measured.
-    validator.mends_ones = lambda: "items or one" in (kinds_in(step.transaction.hypothesis) or {}).values()
-    if (sharing := sharing_of(step.job)) is not None:
-        validator.share(sharing, checked[schedule_of].at(Progress()))
     if isinstance(joinable := step.transaction, JoinableTransaction):
         validator.join(lambda: joinable.layout, checked[schedule_of].at(Progress()))
     if metrics:

@@ -93,6 +93,15 @@ ELSEWHERE = {
 }
 """What is called otherwise elsewhere, without its punctuation, and what to do here."""
 
+_COMPARES = "Leave it out: a loss that compares samples is that of the full batch by default (accumulate='auto')."
+_GONE = {
+    "before_window": "Compute it in the step (training_step or loss_fn), which runs once on the full batch where that "
+    "is needed: see accumulate=.",
+    "loss_scope": _COMPARES,
+    "embed": _COMPARES,
+}
+"""What to do in the place of arguments that there were."""
+
 _IN_A_LOOP = {
     "effective_batch": "Use DataLoader(data, batch_size={}): step(batch) takes all samples of one optimizer step.",
     "lr_scheduler": "Call scheduler.step() after accumulator.step(batch).",
@@ -225,9 +234,6 @@ def unknown_argument(name: str, argument: str, value: object, cure: str) -> Argu
 def _cure(argument: str, name: str, parameters: list[str]) -> str:
     """Return what to pass to a function in the place of an argument that it does not have."""
     in_a_loop = _IN_A_LOOP if name == "Accumulator" else {}
-    # To which the cure of what it finds itself leads.
-    if argument in ("loss_scope", "embed"):
-        return "Leave it out: a loss that compares samples is that of the full batch by default (accumulate='auto')."
     if "metric" in parameters and (cure := _found(argument, _OF_A_CALLBACK)):
         return cure
     if cure := elsewhere(argument):
@@ -266,8 +272,8 @@ def meant_in(cure: str) -> str:
 
 
 def elsewhere(name: str) -> str:
-    """Return what to pass here in the place of an argument of other trainers; empty where none has such a name."""
-    return _found(name, ELSEWHERE)
+    """Return what to do in the place of an argument of other trainers, or of one that is gone; empty for others."""
+    return _GONE.get(name) or _found(name, ELSEWHERE)
 
 
 def _found(name: str, cures: Mapping[str, str]) -> str:

@@ -40,9 +40,7 @@ def refuse(arguments: FitArguments) -> None:
         _refuse_sharded(arguments)
 
 
-def refuse_options(
-    modules: Sequence[nn.Module], before_window: object, min_micro_batch: int | None, statistics: Statistics
-) -> None:
+def refuse_options(modules: Sequence[nn.Module], min_micro_batch: int | None, statistics: Statistics) -> None:
     """Refuse what ranks cannot do together where each has a part of a batch alone.
 
     Raises:
@@ -54,7 +52,7 @@ def refuse_options(
             raise ArgumentError("model", type(module).__name__, "a model that each rank has all of", cure)
     # All are of all samples of the batch, which no rank has: groups go on where the part of the rank before has ended.
     groups = str(statistics) if statistics.kind == "ghost" else None
-    given = {"before_window": before_window, "min_micro_batch": min_micro_batch, "batch_norm": groups}
+    given = {"min_micro_batch": min_micro_batch, "batch_norm": groups}
     for name, value in given.items():
         if value not in (None, 1):
             cure = "No rank has all samples of the batch: leave it out, or use fit, whose ranks read all of the data."
@@ -70,7 +68,6 @@ def _refuse_sharded(arguments: FitArguments) -> None:
         "compile": arguments.compile,
         "state": arguments.state == "window",
         # All ranks run as many micro-batches, whose sizes follow from that.
-        "before_window": arguments.before_window is not None,
         "min_micro_batch": (arguments.min_micro_batch or 1) > 1,
         "micro_batch": not isinstance(arguments.micro_batch, int | str),
         "balance": arguments.balance != "equal",

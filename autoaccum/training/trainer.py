@@ -49,7 +49,7 @@ from autoaccum.training.options import Callback, FitArguments
 from autoaccum.training.pace import Pace
 from autoaccum.training.result import FitResult as FitResult
 from autoaccum.training.result import cut_last
-from autoaccum.training.run_state import RunState, keeper_of
+from autoaccum.training.run_state import RunState
 from autoaccum.training.sharing import Sharing
 from autoaccum.training.shortages import Shortages, watched
 from autoaccum.training.synonyms import answering
@@ -80,7 +80,6 @@ class Trainer:
         training_step: Callable[[Any, Any], Any] | None = None,
         num_items: CountItems | None = None,
         reduction: Reducing = None,
-        before_window: Callable[..., Any] | None = None,
         optimizer: OptimizerLike | None = None,
         lr: float | None = None,
         lr_scheduler: MakeScheduler | None = None,
@@ -130,9 +129,9 @@ class Trainer:
         """Set up a run, up to its first window; ``fit`` says what the arguments are."""
         given = FitArguments(
             model=model, data=data, effective_batch=effective_batch, loss_fn=loss_fn, training_step=training_step,
-            num_items=num_items, reduction=reduction, before_window=before_window, optimizer=optimizer, lr=lr,
-            lr_scheduler=lr_scheduler, lr_scaling=lr_scaling, base_batch=base_batch, epochs=epochs, steps=steps,
-            samples=samples, micro_batch=micro_batch, max_micro_batch=max_micro_batch, min_micro_batch=min_micro_batch,
+            num_items=num_items, reduction=reduction, optimizer=optimizer, lr=lr, lr_scheduler=lr_scheduler,
+            lr_scaling=lr_scaling, base_batch=base_batch, epochs=epochs, steps=steps, samples=samples,
+            micro_batch=micro_batch, max_micro_batch=max_micro_batch, min_micro_batch=min_micro_batch,
             memory_limit=memory_limit, headroom=headroom, memory_saving=memory_saving, patience=patience,
             precision=precision, clip_norm=clip_norm, state=state, batch_norm=batch_norm, accumulate=accumulate,
             verify=verify, strict=strict, compile=compile, device=device, ranks=ranks, balance=balance,
@@ -187,7 +186,6 @@ class Trainer:
             noise=None if self._noise is None else self._noise.smoothed,
             pace=self._pace,
             device=self.device,
-            before_window=keeper_of(arguments.before_window),
             callbacks=self._hooks,
         )
 

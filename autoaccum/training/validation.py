@@ -13,15 +13,13 @@ from torch import nn
 
 from autoaccum._kinds import entries, every, one_of
 from autoaccum.data import batches, randomness
-from autoaccum.data.base import Reader, Source, Window
+from autoaccum.data.base import Source, Window
 from autoaccum.errors import ArgumentError, DataError, EmptyDatasetError, LossWithoutGradError, NothingFitsError
 from autoaccum.events import Event, Notice, OutOfMemory, Validated
-from autoaccum.loss.conclusions import DIVIDED_LATER
 from autoaccum.loss.counting import count_items
 from autoaccum.loss.functions import inputs_and_targets
 from autoaccum.loss.graph import graph_alone
 from autoaccum.loss.reductions import read, without_graph
-from autoaccum.loss.shared import plain
 from autoaccum.loss.stated import Computed, CountItems, LossOf
 from autoaccum.loss.terms import Count, Reduction
 from autoaccum.loss.values import Values
@@ -36,17 +34,15 @@ from autoaccum.planning.saved import TRIALS
 from autoaccum.planning.trials import Trials
 from autoaccum.training.evaluating_joined import JoinedEvaluations
 from autoaccum.training.metrics import Metrics, SharedTree, Sums
-from autoaccum.training.validation_losses import CountedLosses, Loss, Losses, OneLoss, SeveralTerms
+from autoaccum.training.validation_losses import CountedLosses, Loss, Losses, OneLoss, terms_of
 from autoaccum.training.validation_losses import read as read_all
 from autoaccum.window.attributes import Attributes
-from autoaccum.window.before import Sharing
 from autoaccum.window.outputs import Outputs
 from autoaccum.window.precision import Autocast
 from autoaccum.window.raised import is_told, tell_micro_batch
 from autoaccum.window.single_samples import may_need_another
 from autoaccum.window.snapshot import Snapshot
 from autoaccum.window.split_calls import Layout
-from autoaccum.window.terms import Terms
 
 # The ways to read off a loss what it is a mean over; checkpoints keep these names. Each costs the memory of a graph,
 # the first one least. Of a loss_fn only the loss need have one: the model's forward is run without.
@@ -107,7 +103,6 @@ class Validator:
         self._source = source
         self._loss_of = loss_of
         self._num_items = num_items
-        self._sharing: Sharing | None = None
         self._window_samples = 0
         self._trained_layout: Callable[[], Layout | None] = lambda: None
         self._joined = JoinedEvaluations(model, device)
@@ -122,9 +117,6 @@ class Validator:
         self._is_enforced = limit.is_enforced
         self.has_outputs: Callable[[], bool] = bool
         """() -> whether losses are known to come with outputs; for whoever knows it of training to set."""
-        self.mends_ones: Callable[[], bool] = bool
-        """() -> whether counts of 1 that may stand for none are measured in windows; likewise."""
-        self._has_told_ones = False
         self._beside = Outputs(joins=False)  # tensors of a whole pass may be more than the host holds
         self._computed: Computed | None = None  # by the last forward, where that is more than a loss
         self._emit = emit
@@ -187,7 +179,7 @@ class Validator:
             reader = self._source.read(0, lambda position: (size(position),))
             # As many samples are asked for as are run at once. Nothing has to be undone when they do not fit: those
             # that are left are run in smaller pieces.
-            while (window := self._next_window(reader, size(num_samples))) is not None:
+            while (window := reader.window(size(num_samples))) is not None:
                 for piece in self._pieces(window, ceiling):
                     if isinstance(outcome := self._try(window, piece), Shortage):
                         self._make_do(outcome, piece, patience)
@@ -217,10 +209,7 @@ class Validator:
         return found.loss
 
     def _passed(self, losses: Losses) -> None:
-        """Say what is to be said of the losses of a pass."""
-        if not self._has_told_ones and self.mends_ones() and losses.have_ones():
-            self._has_told_ones = True
-            self._emit(_OF_ONES)
+        """Hear that a pass is over."""
 
     def _agreed(self, found: Validated) -> Validated:
         """Return what is told of a pass."""
@@ -231,11 +220,6 @@ class Validator:
         read_all([losses, self._beside, *([] if self._metrics is None else [self._metrics])])
         outputs = {name: float(mean) for name, mean in self._beside.means().items()}
         return outputs if self._metrics is None else outputs | self._metrics.read()  # of one name the metric counts
-
-    def share(self, sharing: Sharing, num_samples: int) -> None:
-        """Let micro-batches share what a ``before_window`` returns for so many samples at once."""
-        # Not for each micro-batch, whose size is decided by memory: the loss would depend on it.
-        self._sharing, self._window_samples = sharing, num_samples
 
     def join(self, layout: Callable[[], Layout | None], num_samples: int) -> None:
         """Compute the loss of windows of so many samples at once while windows of training are joined.
@@ -265,13 +249,6 @@ class Validator:
         count = window.num_samples
         self._joined.measure(count, few)
         return self._joined.run(count, size, lambda: self._outcome(lambda: window.micro_batch(0, count), count))
-
-    def _next_window(self, reader: Reader, num_samples: int) -> Window | None:
-        """Return the next samples: as many as are run at once, or a window of the run's where one shares anything."""
-        if self._sharing is None:
-            return reader.window(num_samples)
-        window = reader.window(self._window_samples)
-        return None if window is None else self._sharing.begin(window)
 
     def beside(self, window: Window, compared: Callable[[Any, Any], list[Notice]]) -> list[Notice]:
         """Return what is said of a micro-batch of a window that is trained on, and one of these data beside it.
@@ -355,8 +332,6 @@ class Validator:
         training = [(module, module.training) for module in self._modules]
         # An eval forward may write to buffers, to count its calls, say. Those of metrics are what these have come to.
         self._snapshot.take()
-        # What a before_window keeps moves with training alone.
-        held = None if self._sharing is None else self._sharing.state_of_all()
         try:
             for module in self._modules:  # set and not called: train() is often overridden, to freeze layers
                 module.training = False
@@ -367,8 +342,6 @@ class Validator:
         finally:
             for module, mode in training:
                 module.training = mode
-            if held is not None:
-                held.restore()
             self._snapshot.restore()
 
     def _make_do(self, shortage: Shortage, piece: Piece, patience: Patience) -> None:
@@ -447,11 +420,11 @@ class Validator:
         if self._metrics is None:
             return self._loss(batch, size), {}, self._outputs_of(size)
         # Taken before the loss is computed, which may empty containers and write to tensors.
-        shared = SharedTree(plain(batch))
+        shared = SharedTree(batch)
         try:
             loss, outputs = self._loss(batch, size), self._outputs_of(size)
             states = randomness.get_state(self._device)
-            sums = self._metrics.measure(shared, lambda: plain(micro_batch()))
+            sums = self._metrics.measure(shared, micro_batch)
             randomness.set_state(states, self._device)  # so that losses that draw are those without metrics
             return loss, sums, outputs
         finally:
@@ -529,15 +502,12 @@ class Validator:
         model = self._outputs if way == _LOSS_GRAPH else self._model
         with torch.enable_grad() if way == _WHOLE_GRAPH else graph_alone(), self._autocast(), Values() as values:
             loss = self._compute(model, batch)
-        # A loss of one term goes on as it is, which is read with less.
-        is_late = self._device.type != "cpu"
-        terms = Terms(size, {}, {}, deferred=is_late)
-        computed = self._computed or Computed(loss)
-        terms.add(computed, {}, size, values, lambda loss: loss)
+        waits = self._device.type == "cpu"
+        computed, reduction = self._computed or Computed(loss), without_graph(read(loss, size, waits=waits))
         # Of several losses one may be all that is left where the others have nothing: it goes by its name all the same.
-        if terms.are_several() or (computed.terms and terms.are_there()):
-            return SeveralTerms(terms)
-        return OneLoss(loss.detach().clone(), without_graph(read(loss, size, waits=not is_late)), size)
+        if computed.terms or len(reduction.terms) + len(reduction.constants) > 1:
+            return terms_of(computed, size, values, waits=waits)
+        return OneLoss(loss.detach().clone(), reduction, size)
 
     def _outputs(self, *args: Any, **kwargs: Any) -> Any:
         """Return the model's outputs without its graph: the loss makes one of its own, which is all that is read."""
@@ -579,12 +549,6 @@ _BY_SAMPLES = Notice(
     cause="What the validation loss is a mean over could not be read: the model or the loss cannot be run with a graph",
     consequence="It is averaged over samples, and so may depend on the micro-batch of validation",
     cure="Pass num_items=(micro-batch) -> how many items its loss is a mean over",
-)
-_OF_ONES = Notice(
-    cause="The loss divides by a count that is kept from 0 where nothing counts, as by clamp(min=1): windows that are "
-    "trained on are mended, and validations are not",
-    consequence="In a validation micro-batches without items count for some, so that its loss depends on which fit",
-    cure=DIVIDED_LATER,
 )
 
 

@@ -6,22 +6,27 @@ micro-batch would wait for its own forward.
 
 from __future__ import annotations
 
-import itertools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
 
 import torch
 
 from autoaccum.loss.conclusions import conclude, stands_for_none
+from autoaccum.loss.graph import only_parameters
 from autoaccum.loss.reading import Numbers
 from autoaccum.loss.reductions import is_one
-from autoaccum.loss.terms import Count, Reduction, divisor_of, without_none
+from autoaccum.loss.reductions import read as read_loss
+from autoaccum.loss.stated import Computed
+from autoaccum.loss.terms import Count, Edge, Reduction, divisor_of, without_none
+from autoaccum.loss.values import Values
 from autoaccum.memory.oom import insist
 from autoaccum.window.ending import Late
-from autoaccum.window.terms import REST, Terms, named_loss
+from autoaccum.window.named import named_loss
 
+REST = "\0rest"
+"""Name of what no term of a loss is seen to be."""
 AT_ONCE = 1024
 """Micro-batches whose losses are read together: a device has few bytes for each, but not without end."""
 
@@ -88,21 +93,95 @@ class CountedLosses:
 
 @dataclass(slots=True)
 class SeveralTerms:
-    """Losses of several terms, which are a window of their own."""
+    """Losses of several terms, each of which is a mean over items of its own, or a sum, as its graph shows."""
 
-    terms: Terms
+    terms: list[tuple[str, str, torch.Tensor, Reduction]]
+    """Of each its loss, its name, its value, and how it was reduced."""
+    num_samples: int
+    """Of the micro-batch."""
 
     def want(self, numbers: Numbers) -> None:
         """Ask for all that is to be known of them."""
-        self.terms.want(numbers)
+        numbers.want([value for _, _, value, _ in self.terms])
+        numbers.want_of([reduction for *_, reduction in self.terms])
 
     def take_read(self, numbers: Numbers) -> None:
         """Take that as it was read."""
-        self.terms.take_read(numbers)
+        self.terms = [
+            (loss, name, numbers.tensor(value), numbers.reduction(reduction))
+            for loss, name, value, reduction in self.terms
+        ]
 
     def parts(self) -> list[Part]:
-        """Return each term."""
-        return self.terms.apart()
+        """Return each term; one that has no items counts nothing."""
+        found = []
+        for loss, name, value, reduction in self.terms:
+            number = value.item()
+            is_none = stands_for_none(reduction, value, self.num_samples)[0]
+            if is_none or not math.isfinite(number) or not math.isfinite(float(reduction.items)):
+                reduction, number = Reduction(0.0), 0.0
+            if reduction.items or name != REST:
+                found.append((loss, name, number, reduction))
+        return found
+
+
+def terms_of(computed: Computed, num_samples: int, values: Values, *, waits: bool) -> SeveralTerms:
+    """Read the terms of losses off their graphs.
+
+    Args:
+        computed: the losses of a micro-batch.
+        num_samples: its samples.
+        values: what was seen while they were computed.
+        waits: whether what terms are is read off a device at once.
+    """
+    found = SeveralTerms([], num_samples)
+    for name, loss in (computed.terms or {"": computed.loss}).items():
+        # What is not seen of it, constants and values that no function of Python's has returned, is the rest.
+        rest, first_unseen = loss.detach().clone(), None
+        for term, edge, reduction in _entries(name, loss, num_samples, waits=waits):
+            value = _value(loss, edge, values)
+            if value is None:
+                first_unseen = reduction if first_unseen is None else first_unseen
+            else:
+                found.terms.append((name, term, value, reduction))
+                rest = rest - value
+        items = float(num_samples) if first_unseen is None else first_unseen.items
+        found.terms.append((name, REST, rest, Reduction(items)))
+    return found
+
+
+def _entries(
+    name: str, loss: torch.Tensor, num_samples: int, *, waits: bool
+) -> Iterator[tuple[str, Edge | None, Reduction]]:
+    """Yield the name of each term of a loss, where it enters it, None where it is all of it, and how it is reduced."""
+    of_samples = Reduction(float(num_samples))
+    if loss.grad_fn is None:  # of what a program returns where there is nothing to compute there is no term
+        if loss.requires_grad:
+            yield name or "0", None, of_samples
+        return
+    if name and only_parameters(loss.grad_fn):  # a penalty that was given by itself
+        yield name, None, of_samples
+        return
+    reduction = read_loss(loss, num_samples, waits=waits)
+    # The first one bears the name of its loss, for most losses have one term; others are told by their places.
+    for index, (term, edge) in enumerate(zip(reduction.terms, reduction.entries, strict=True)):
+        own = str(index) if not name else f"{name}.{index}" if index else name
+        items = num_samples if term.kind == "unknown" and not term.numbers else term.divisor
+        yield own, edge, Reduction(items, (term,))
+    if not reduction.terms:
+        yield name or "0", None, Reduction(reduction.items)
+    for index, edge in enumerate(reduction.edges):  # of parameters alone
+        yield f"{name} penalty {index}", edge, of_samples
+
+
+def _value(loss: torch.Tensor, edge: Edge | None, values: Values) -> torch.Tensor | None:
+    """Return what a term adds to a loss; None where that was not seen."""
+    if edge is None:
+        return loss.detach().clone()  # it may lie in memory that the next one is written to
+    # A graph keeps no values. What made the term is the input of the addition by which it enters the loss; from there
+    # on it may be multiplied once more, as in (a + b) / 2.
+    value = values.of(edge.node.next_functions[edge.place][0])
+    return None if value is None or edge.above is None else value * edge.above
 
 
 class Losses:
@@ -168,8 +247,7 @@ class Losses:
 
     def have_ones(self) -> bool:
         """Return whether some were divided by 1, and are not 0: a count that is kept from 0 may be that of none."""
-        found = itertools.chain.from_iterable(self._of_terms({}).values())
-        return any(value and is_one(reduction) for _, value, reduction in found)
+        return any(value and is_one(found) for of in self._of_terms({}).values() for _, value, found in of)
 
     def are_in_doubt(self) -> bool:
         """Return whether the graphs of some do not tell what they come to together."""

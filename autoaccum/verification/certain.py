@@ -9,7 +9,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from autoaccum.loss.hypotheses import Hypothesis, kinds_in
+from autoaccum.loss import conclusions
+from autoaccum.loss.hypotheses import Hypothesis
 from autoaccum.loss.reductions import is_one
 from autoaccum.loss.terms import Reduction
 from autoaccum.window.gradient import are_alike, are_terms_apart
@@ -18,6 +19,28 @@ from autoaccum.window.job import Job
 SEVERAL = "The terms of the loss are divided by different counts"
 PENALTIES = "The loss is a sum over samples plus terms of parameters alone"
 CLAMPED = "The loss of a micro-batch is divided by exactly 1, which may stand for a count of 0"
+
+
+_SHOWN = {conclusions.SEVERAL: SEVERAL, conclusions.BY_ONE: CLAMPED}
+"""What graphs show of a window, by which no weight is certain whatever a measurement says."""
+
+
+def why_unweighted(
+    job: Job, sizes: Sequence[int], counts: Sequence[float], reductions: Sequence[Reduction]
+) -> str | None:
+    """Return why no weight of micro-batches is certain, as their graphs show; None where one may be.
+
+    Args:
+        job: what is computed. A count or a reduction that the user passed is certain.
+        sizes: samples of each micro-batch of a window of which nothing was measured.
+        counts: what each was found to count; 0 for none.
+        reductions: how the loss of each was reduced.
+    """
+    doubt = conclusions.conclude(sizes, reductions).doubt
+    if doubt is None or job.num_items is not None or job.reduction is not None:
+        return None
+    # As long as each sample counts alike, it is no matter what is counted.
+    return None if doubt is conclusions.BY_ONE and are_alike(sizes, counts) else _SHOWN.get(doubt)
 
 
 def why_uncertain(
@@ -38,8 +61,6 @@ def why_uncertain(
     """
     if job.num_items is not None or job.reduction is not None or not any(counts):
         return None
-    if kinds_in(hypothesis) is not None:
-        return SEVERAL
     if hypothesis == "sum and penalties":
         return PENALTIES
     if hypothesis in ("samples", "sum"):

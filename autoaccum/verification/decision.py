@@ -3,37 +3,22 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
-from typing import Literal, get_args
+from typing import Literal
 
-from autoaccum.loss.conclusions import conclude, finite, kind_of_term
-from autoaccum.loss.hypotheses import (
-    SUMS,
-    Conclusion,
-    Hypothesis,
-    TermKind,
-    is_stated,
-    kinds_in,
-    of_terms,
-    with_none,
-    with_ones,
-)
+from autoaccum.loss.conclusions import conclude
+from autoaccum.loss.hypotheses import Hypothesis, is_stated
 from autoaccum.loss.reductions import is_one
 from autoaccum.loss.terms import Reduction
 from autoaccum.memory.oom import is_out_of_memory, without_frames
 from autoaccum.verification.comparison import MAY_BE_ROUNDING, MOST_ROUNDING
-from autoaccum.verification.counts import by_counts
 from autoaccum.verification.draws import UnalignedError, UnsettledError
 from autoaccum.verification.findings import Cut, Decision, NotFiniteError, Outcome, ZeroGradientError
 from autoaccum.verification.floors import is_right_in_64_bits
 from autoaccum.verification.measurement import Measurement
 
 Rival = Literal["num_items", "items", "samples"]
-_MOST_TERMS = 100
-"""Terms of a loss that are weighed by themselves."""
-_FEW_TERMS = 4
-"""Terms of which it is tried for each whether it is something else than it looks like."""
 
 
 def decide(measurement: Measurement, smallest: int, likely: Hypothesis) -> Decision:
@@ -83,7 +68,10 @@ def _decided_on_parts(measurement: Measurement, smallest: int, likely: Hypothesi
         measurement.state.restore()
         refused = without_frames(error)
     if not wider or (refused is None and not measurement.dropped):
-        return replace(decision, has_ones=any(map(is_one, measurement.shown.values())))
+        # What a part counts that was divided by 1 its graph does not tell; windows that hold such parts are joined.
+        has_ones = any(map(is_one, measurement.shown.values()))
+        cuts = _cuts_without_ones(measurement, smallest) if has_ones else []
+        return _decided(measurement, cuts, likely) if cuts else decision
     of_pairs = _decided(measurement, wider, likely)
     # Where single samples were left out, for their loss is not a number, that was no fault if pairs fail alike.
     if refused is not None or (of_pairs.passed and not of_pairs.is_vacuous):
@@ -102,45 +90,17 @@ def compare_losses(measurement: Measurement, smallest: int, hypothesis: Hypothes
     return Decision.of(outcome, passed=outcome.error <= measurement.tolerance)
 
 
-def explained_by_ones(measurement: Measurement, smallest: int, likely: Hypothesis) -> Decision | None:
-    """Return what was measured where counts of 1 do not matter; None if they do not explain that it failed."""
-    tolerance = measurement.tolerance
-    cuts = measurement.cuts(smallest)
-    outcome = measurement.run(cuts, "items", ones_are_none=True)
-    if outcome.error <= tolerance and not outcome.is_vacuous:
-        return replace(Decision.of(outcome, passed=True), cuts=tuple(cuts), ones_are_none=True)
-    without = decide_without_ones(measurement, smallest, likely)
-    if without is None or not without.passed or without.is_vacuous:
-        return None
-    # On so few parts a mean adds up like a sum by chance.
-    return None if without.hypothesis in SUMS and likely not in SUMS else without
-
-
-def decide_without_ones(measurement: Measurement, smallest: int, likely: Hypothesis) -> Decision | None:
-    """Measure on cuts none of whose parts was divided by 1; return None where there are none."""
-    # Where all of them were, as by a weight of 1.0 that the program wrote down, those are left out that count 1.
-    for is_left_out in (is_one, _counts_one):
-        cuts = _cuts_without(measurement, smallest, is_left_out)
-        if cuts:
-            return _decided(measurement, cuts, likely)
-    return None
-
-
-def _cuts_without(measurement: Measurement, smallest: int, is_left_out: Callable[[Reduction], bool]) -> list[Cut]:
-    """Return at most two cuts into two parts, none of which is to be left out."""
+def _cuts_without_ones(measurement: Measurement, smallest: int) -> list[Cut]:
+    """Return at most two cuts into two parts, none of which is divided by 1."""
     count, granule = measurement.num_samples, measurement.job.batch_norm.group
     cuts: list[Cut] = []
     for first in range(0, count, granule):
         for few in range(max(2, smallest), count - max(2, smallest) + 1, granule):
             order = [(first + index) % count for index in range(count)]
             cut = (tuple(order[:few]), tuple(order[few:]))
-            if len(cuts) < 2 and not any(is_left_out(measurement.shown_of(part)) for part in cut):
+            if len(cuts) < 2 and not any(is_one(measurement.shown_of(part)) for part in cut):
                 cuts.append(cut)
     return cuts
-
-
-def _counts_one(reduction: Reduction) -> bool:
-    return is_one(reduction) and not reduction.is_sum and abs(float(reduction.items)) == 1
 
 
 def _decided(measurement: Measurement, cuts: list[Cut], likely: Hypothesis) -> Decision:
@@ -155,7 +115,7 @@ def _decided(measurement: Measurement, cuts: list[Cut], likely: Hypothesis) -> D
         if outcome.error <= tolerance and is_stated(hypothesis, measurement.job.reduction):
             break
         if len(tried) == 1:  # what the graphs of parts show is known when they have been run, by whatever hypothesis
-            others = [other for other in _order(measurement, cuts, likely) if other != hypothesis]
+            others = [other for other in _order(measurement, cuts) if other != hypothesis]
             order = [other for other in others if is_stated(other, measurement.job.reduction)]
             contradicting = [other for other in (likely, *others) if other not in (*order, hypothesis)]
     # What the user says of the loss is not put aside for what passes beside it: that is told.
@@ -174,7 +134,7 @@ def _decided(measurement: Measurement, cuts: list[Cut], likely: Hypothesis) -> D
     if not best.error <= tolerance:
         best = tried[0]  # a few samples do not tell which of several wrong ones is the least wrong for a window
     return Decision(
-        hypothesis=_as_seen(measurement, best.hypothesis or "items", likely),
+        hypothesis=best.hypothesis or "items",
         passed=best.error <= tolerance,
         error=best.error,
         tensor=best.tensor,
@@ -186,13 +146,6 @@ def _decided(measurement: Measurement, cuts: list[Cut], likely: Hypothesis) -> D
         is_foreign=measurement.draws_foreign,
         contradiction=contradiction,
     )
-
-
-def _as_seen(measurement: Measurement, hypothesis: Hypothesis, likely: Hypothesis) -> Hypothesis:
-    """Return a hypothesis with the terms whose counts were seen to be kept from 0, here or where another was held."""
-    # What any count of 1 may stand for is asked in each window, of those terms alone of which it has to be.
-    held = {name for name, kind in (kinds_in(likely) or {}).items() if kind == "items or one"}
-    return with_ones(with_none(hypothesis, measurement.kept), held | measurement.kept_ones)
 
 
 def _measured(measurement: Measurement, cuts: list[Cut], hypothesis: Hypothesis) -> Outcome:
@@ -207,25 +160,10 @@ def _measured(measurement: Measurement, cuts: list[Cut], hypothesis: Hypothesis)
             raise UnsettledError(str(error)) from error
 
 
-def _order(measurement: Measurement, cuts: list[Cut], likely: Hypothesis) -> list[Hypothesis]:
+def _order(measurement: Measurement, cuts: list[Cut]) -> list[Hypothesis]:
     shown = [(len(part), measurement.shown[part]) for part in cuts[0] if part in measurement.shown]
     sizes, reductions = [size for size, _ in shown], [reduction for _, reduction in shown]
-    names = list(kinds_in(likely) or ())  # of losses that have names
-    order = in_order(sizes, reductions, counts_items=measurement.job.num_items is not None, names=names)
-    counted = by_counts(measurement.shown, measurement.num_samples, cuts, likely)
-    if counted is not None:
-        # What is the same in all parts and in the whole may be what a sum is divided by, as by a count of the window's.
-        ones, is_same = with_ones(counted), _counts_the_same(measurement, cuts)
-        order = list(dict.fromkeys([counted, *order, ones] if is_same else [counted, ones, *order]))
-    return order
-
-
-def _counts_the_same(measurement: Measurement, cuts: list[Cut]) -> bool:
-    """Return whether a term counts the same in each part and in the whole, and not 1."""
-    parts = [tuple(range(measurement.num_samples)), *(part for cut in cuts for part in cut)]
-    found = [measurement.shown[part].terms for part in parts if part in measurement.shown]
-    columns = zip(*(terms for terms in found if terms), strict=False)
-    return any(len({finite(term.divisor) for term in terms}) == 1 and not terms[0].is_one for terms in columns)
+    return in_order(sizes, reductions, counts_items=measurement.job.num_items is not None)
 
 
 def _rivals(measurement: Measurement, cuts: list[Cut], held: Hypothesis | None) -> frozenset[str]:
@@ -256,49 +194,18 @@ def _are_proportional(cuts: list[Cut], mine: list[float], other: list[float]) ->
     return True
 
 
-def _of_terms(
-    sizes: Sequence[int], reductions: Sequence[Reduction], concluded: Conclusion, names: Sequence[str]
-) -> list[Hypothesis]:
-    """List the hypotheses by which several terms have weights of their own."""
-    # Terms are told by their places, so that each micro-batch has to have them all.
-    num_terms = {len(reduction.terms) for reduction in reductions if reduction.terms}
-    if len(num_terms) != 1 or not 1 < (count := num_terms.pop()) <= _MOST_TERMS:
-        return []
-    columns = [[(size, r.terms[i]) for size, r in zip(sizes, reductions, strict=True) if r.terms] for i in range(count)]
-    called = names if len(names) == count else [str(index) for index in range(count)]
-    kinds = {
-        called[index]: kind_of_term([size for size, _ in column], [term for _, term in column])
-        for index, column in enumerate(columns)
-    }
-    # What the graphs of this window say comes first, then what they say of each term alone.
-    found = [dict(zip(called, concluded.kinds.values(), strict=False)), kinds]
-    # What is divided by a count that stands in no graph is a mean all the same, and a constant may be a count.
-    tried = [kind for kind in get_args(TermKind) if kind != "items or one"]  # which counts tell, or nothing
-    found += [dict.fromkeys(kinds, kind) for kind in tried]
-    for name in kinds if count <= _FEW_TERMS else ():
-        found += [kinds | {name: kind} for kind in tried]
-    return list(dict.fromkeys(of_terms(kinds) for kinds in found if kinds and set(kinds.values()) != {"sum"}))
-
-
-def in_order(
-    sizes: Sequence[int], reductions: Sequence[Reduction], *, counts_items: bool, names: Sequence[str] = ()
-) -> list[Hypothesis]:
+def in_order(sizes: Sequence[int], reductions: Sequence[Reduction], *, counts_items: bool) -> list[Hypothesis]:
     """List the hypotheses in the order in which they are to be measured: what is likely first.
 
     Args:
         sizes: samples of some micro-batches.
         reductions: what the graph of each one's loss shows.
         counts_items: whether the user counts items.
-        names: those of the terms, where they are known by others than their places.
     """
     # What the graph proposes comes before what it does not, so that most runs measure one hypothesis only.
     sums: list[Hypothesis] = ["sum"]
     if any(reduction.constants for reduction in reductions):
         sums = ["sum and penalties", "sum"]
     means: list[Hypothesis] = ["items", "samples"]
-    concluded = conclude(sizes, reductions)
-    found = [*sums, *means] if bool(reductions) and concluded.is_sum else [*means, *sums]
-    terms = _of_terms(sizes, reductions, concluded, names)
-    # Where the graph says that no one weight will do, none is tried before the terms by themselves.
-    found = [*terms, *found] if concluded.kinds else [*found, *terms]
+    found = [*sums, *means] if bool(reductions) and conclude(sizes, reductions).is_sum else [*means, *sums]
     return ["num_items", *found] if counts_items else found

@@ -247,18 +247,6 @@ def _is_order(drawn: torch.Tensor) -> bool:
 class Constants(Draws):  # type: ignore[no-untyped-call]
     """A mode in which a draw is the same for each sample: nothing is dropped, noise has one value."""
 
-    def __init__(self, *, keeps_wide: bool, keeps_order: bool = False) -> None:
-        """Set up.
-
-        Args:
-            keeps_wide: see ``Draws``.
-            keeps_order: whether what is put in an order that is drawn stays in its own.
-        """
-        super().__init__(keeps_wide=keeps_wide)
-        self._keeps_order = keeps_order
-        self.has_orders = False
-        """Whether an order was drawn."""
-
     def draw(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], returned: Any) -> Any:
         """Return a constant in place of a draw.
 
@@ -272,9 +260,6 @@ class Constants(Draws):  # type: ignore[no-untyped-call]
             return args[0].clone(), torch.ones_like(args[0], dtype=torch.bool)
         if name not in _CONSTANTS:
             raise UnsettledError(str(func))
-        self.has_orders = self.has_orders or name == "randperm"
-        if name == "randperm" and self._keeps_order:
-            return returned.sort().values
         return returned.copy_(_CONSTANTS[name](given, returned))
 
 

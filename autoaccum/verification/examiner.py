@@ -8,7 +8,7 @@ samples of another kind; and forwards alone are compared now and then. Between t
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import partial
@@ -19,26 +19,23 @@ import torch
 from autoaccum.data.base import Window
 from autoaccum.errors import NonFiniteLossError, NotExactError
 from autoaccum.events import Event, Notice, Verified
-from autoaccum.loss.conclusions import DIFFERING
 from autoaccum.loss.coupling import Crossing, crossings
-from autoaccum.loss.hypotheses import Hypothesis, kinds_in, with_none
+from autoaccum.loss.hypotheses import Hypothesis
 from autoaccum.loss.reductions import read, without_graph
 from autoaccum.loss.stated import LossOf
 from autoaccum.loss.terms import Reduction
 from autoaccum.memory import clock
 from autoaccum.memory.oom import insist
 from autoaccum.verification import notices, readings
-from autoaccum.verification.certain import why_uncertain
+from autoaccum.verification.certain import why_uncertain, why_unweighted
 from autoaccum.verification.findings import Decision, Verdict
 from autoaccum.verification.kinds import Kinds
 from autoaccum.verification.micro_batches import MicroBatches
 from autoaccum.verification.occasions import Occasions
 from autoaccum.verification.side_effects import SideEffects
-from autoaccum.verification.true_counts import true_counts
 from autoaccum.window import contributions
 from autoaccum.window.gradient import Gradient, are_alike
 from autoaccum.window.job import Job
-from autoaccum.window.several import KeptCount
 from autoaccum.window.state import State
 from autoaccum.window.transaction import Transaction
 
@@ -55,10 +52,10 @@ class Examination(NamedTuple):
     """Whether the window has to be run again, for it was weighed by a hypothesis that has failed."""
     smallest: int = 1
     """The fewest samples of a micro-batch whose loss can be computed."""
+    is_put_off: bool = False
+    """Whether nothing was measured, for windows are to be joined; where they cannot be, it is to be looked at again."""
     hides_items: bool = False
     """Whether compiled code hides what its losses are means over, so that it may not run compiled."""
-    told: Mapping[KeptCount, float] = {}
-    """What terms of micro-batches were measured to count, whose counts may be kept from 0."""
 
 
 class Examiner:
@@ -265,6 +262,10 @@ class Examiner:
                 trained = [p for p in self._parameters if p.requires_grad]
                 said.extend(notices.half_precision_notices(trained))
                 self._is_first = False
+            if self.joins and self._transaction.hypothesis is None:
+                self.uncertain = why_unweighted(self._job, gradient.sizes, gradient.counts, gradient.reductions)
+                if self.uncertain is not None:  # nothing is to be measured
+                    return Examination(said, is_put_off=True)
             before, drops = self._transaction.hypothesis, self._transaction.drops_nan
             reason = None
             if self.verifies:
@@ -286,21 +287,16 @@ class Examiner:
             elif is_passed and self._transaction.hypothesis == "items" and readings.is_guessed(gradient, self._rivals):
                 guess = notices.doubt_of(gradient.sizes, gradient.reductions)
                 said.extend([] if guess is None else [guess])
-            # By one weight for all of a loss it is no matter which term is which.
-            if is_passed and gradient.differs and kinds_in(self._transaction.hypothesis) is not None:
-                self._refuse_or_say(notices.doubt_notice(*DIFFERING), None, said)
-            if reason == "whole" or (is_passed and (gradient.suspects or gradient.doubts)):
+            if reason == "whole" or (is_passed and gradient.suspects):
                 with aside():
-                    self._check_parts(window, gradient, most, said, is_passed=is_passed)
+                    self._check_parts(window, gradient, said, is_passed=is_passed)
             # Of a loss that is NaN by mistake, and not for want of items, nothing else is to be said.
             if gradient.dropped and (self._transaction.drops_nan or not drops):
                 self._say_doubts(gradient, said)
             after = self._transaction.hypothesis
             if after != before:
                 self._transaction.signs.forget_graphs()
-            told = self._transaction.several.told
             is_weighed_otherwise = not readings.is_weighed_alike(self._job, gradient, before, after)
-            is_weighed_otherwise = is_weighed_otherwise or readings.is_counted_otherwise(gradient, told)
             is_weighed_otherwise |= hides_items or bool(gradient.dropped and drops and not self._transaction.drops_nan)
             # What each micro-batch counts was found by the hypothesis that is held. Nothing is given back for nothing.
             is_passed = self._occasions.status == "passed" and self.verifies and not is_weighed_otherwise
@@ -309,7 +305,7 @@ class Examiner:
             if is_passed and here.sizes and (joins or is_larger):
                 with aside():
                     found = self._micro_batches.joined(
-                        self._transaction.shared or window,
+                        window,
                         here,
                         after,
                         number=number,
@@ -332,7 +328,7 @@ class Examiner:
             self._occasions.looked(number)
             self._tell_signs()
             self._transaction.forward = self._transaction.plain_forward
-        return Examination(said, is_weighed_otherwise, self._smallest, hides_items, self._transaction.several.told)
+        return Examination(said, is_weighed_otherwise, self._smallest, hides_items=hides_items)
 
     def _is_spoilt(self, gradient: Gradient) -> bool:
         """Return whether a window has a finite loss and a gradient that is not, as nan_to_num leaves it: 0 / 0 * 0."""
@@ -414,8 +410,8 @@ class Examiner:
         with aside():
             verdict = self._verdict(window, "items", most)
         if verdict.decision is not None and not verdict.decision.passed:
-            told = replace(verdict, suspect=verdict.suspect or "coupling")  # for together they have one
-            self._decide(verdict.decision, told, number, clock.now() - started, said)
+            seconds, together = clock.now() - started, notices.coupling_notice()  # for together they have one
+            self._decide(verdict.decision, verdict, number, seconds, said, together)
 
     def _verdict(
         self,
@@ -445,13 +441,21 @@ class Examiner:
         else:
             self._transaction.snapshot.restore()
 
-    def _decide(self, decision: Decision, verdict: Verdict, number: int, seconds: float, said: list[Event]) -> None:
-        """Go by what was measured, and say it."""
+    def _decide(
+        self,
+        decision: Decision,
+        verdict: Verdict,
+        number: int,
+        seconds: float,
+        said: list[Event],
+        suspicion: Notice | None = None,
+    ) -> None:
+        """Go by what was measured, and say it; ``suspicion`` is what speaks against the loss besides its graph."""
         if decision.passed:
             held, self._transaction.hypothesis = self._transaction.hypothesis, decision.hypothesis
             # Of some windows one hypothesis is true by chance: the next one has to show it once more.
             self._occasions.is_changed = held not in (None, decision.hypothesis)
-            by_name = self._transaction.several.counts_by_name
+            by_name = self._transaction.counts_by_name
             unused = notices.unused_notice(self._job.num_items, decision.hypothesis, counts_by_name=by_name)
             said.extend([] if unused is None else [unused])
             said.extend([notices.part_of_state_notice()] if verdict.leaves_part else [])
@@ -471,36 +475,26 @@ class Examiner:
         self._smallest = decision.smallest
         if decision.passed:
             self._occasions.status = "passed"
-            signs.compares_ones = verdict.ones is not None
             self._kinds.accept()
             # Weights that differ by nothing but the number of samples are compared in each window, for nothing.
             self._rivals = decision.rivals
             signs.compares_samples = "samples" in decision.rivals
             return
         self._failed_on = verdict.failing(decision)
-        suspicion = readings.suspicion(self._job, self._met, self._shown)
-        if verdict.suspect is not None:  # measured, where what the graph shows is read
-            suspicion = notices.of(verdict.suspect)
-        elif suspicion is None and (verdict.rebinds or verdict.pads):
-            suspicion = notices.of("state" if verdict.rebinds else "padding")
+        suspicion = suspicion or readings.suspicion(self._job, self._met, self._shown)
         notice = notices.failure_notice(
             decision,
-            verdict.causes,
             verdict.samples,
             self._job.modules,
-            suspicion,
-            is_time_first=verdict.is_time_first,
+            notices.suspected(verdict, suspicion),
             statistics=self._job.batch_norm,
             counts_items=self._job.num_items is not None,
         )
         self._fail(notice, decision.error, said)
 
-    def _check_parts(
-        self, window: Window, gradient: Gradient, most: int, said: list[Event], *, is_passed: bool
-    ) -> None:
+    def _check_parts(self, window: Window, gradient: Gradient, said: list[Event], *, is_passed: bool) -> None:
         """Measure micro-batches of which it is a guess what they count."""
         here = gradient.of_first_samples(window.num_samples)
-        window = self._transaction.shared or window
         hypothesis = self._transaction.hypothesis
         lost = here.uncounted if hypothesis == "num_items" else ()
         error, leaves_out = None, bool(gradient.dropped or lost)
@@ -513,9 +507,6 @@ class Examiner:
             self.is_checked = self.is_checked and self._checked_in != self._number
             return
         found = self._micro_batches.ones(window, here, hypothesis) if is_passed else None
-        # What terms count is no matter where one weight was found for all of the loss.
-        if found is None and here.doubts and hypothesis is not None and kinds_in(hypothesis) is not None:
-            found = self._settle_doubts(window, here, hypothesis, most, said)
         if found is not None:
             self._fail(*found, said)
         if error:
@@ -527,31 +518,11 @@ class Examiner:
         elif leaves_out and not (self._kinds.nothing_is_known or lost):
             self._refuse_or_say(notices.unmeasured_notice("a loss that is not a number may count nothing"), None, said)
 
-    def _settle_doubts(
-        self, window: Window, gradient: Gradient, hypothesis: Hypothesis, most: int, said: list[Event]
-    ) -> tuple[Notice, float] | None:
-        """Measure what terms count whose counts may be kept from 0; return what is to be said."""
-        several = self._transaction.several
-        told = true_counts(self._job, window, gradient, hypothesis, most, several.told)
-        several.told = {**several.told, **told}
-        # What has counted none once is taken to do so again, until it is measured there.
-        hypothesis = with_none(hypothesis, {name for (*_, name), count in told.items() if not count})
-        self._transaction.hypothesis = hypothesis
-        pieces = readings.pieces(gradient)
-        left = [doubt for doubt in gradient.doubts if (*pieces[doubt.index], doubt.name) not in told]
-        if not left:
-            return None
-        other, error = self._micro_batches.doubts(window, replace(gradient, doubts=tuple(left)), hypothesis)
-        self._transaction.hypothesis = other or hypothesis
-        if error is None:
-            self._refuse_or_say(notices.unmeasured_notice("a count of 1 may be kept from 0"), None, said)
-        return (notices.ones_notice(error), error) if error else None
-
     def _fail(self, notice: Notice, error: float, said: list[Event]) -> None:
         """Say that windows that are cut have another gradient, and look no further."""
         self._occasions.status = "failed"
         signs = self._transaction.signs
-        signs.compares_samples = signs.compares_ones = signs.watches_least = False
+        signs.compares_samples = signs.watches_least = False
         self._refuse_or_say(notice, error, said)
 
     def _tell_unmeasured(self, verdict: Verdict, number: int, said: list[Event]) -> None:

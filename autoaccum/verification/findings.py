@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Literal
 
 from autoaccum.loss.hypotheses import Hypothesis
 
@@ -13,8 +12,6 @@ Cut = tuple[Part, ...]
 """The parts that the whole is cut into."""
 FOREIGN = "it draws from Python's or NumPy's generator, other numbers in each part"
 """Why nothing can be measured of what no row of a draw can be given to."""
-Cause = Literal["padding", "batch norm", "state", "hooks", "pairing", "broadcast", "places", "coupling", "mixing"]
-"""What may be to blame where a measurement fails; all but the last four can be switched off."""
 
 
 class ZeroGradientError(Exception):
@@ -65,10 +62,6 @@ class Decision:
     """Hypotheses that would have weighed every part the same."""
     is_vacuous: bool = False
     """Whether nothing is told by that, for a single part of each cut has a loss other than 0."""
-    ones_are_none: bool = False
-    """Whether it passed with counts of 1 taken for none."""
-    has_ones: bool = False
-    """Whether it failed where some part counts 1, which may stand for none."""
     smallest: int = 1
     """The fewest samples of a micro-batch whose loss can be computed."""
     is_foreign: bool = False
@@ -97,21 +90,14 @@ class Verdict:
 
     decision: Decision | None = None
     """What was measured; None where nothing was."""
-    causes: tuple[Cause, ...] = ()
-    """What is to blame where it failed, as far as it could be switched off."""
-    rebinds: bool = False
-    """Whether forwards leave other things in attributes of modules."""
     leaves_part: bool = False
     """Whether a window leaves the state of its last part, and not that of all of it."""
     draws_once: bool = False
     """Whether the parts were given what is drawn once for a batch, and what a run draws for each of them."""
-    suspect: Cause | None = None
-    """How samples meet, where nothing is to blame: outputs and targets are broadcast, places in a batch matter, or all
-    together have a loss that none has by itself."""
-    pads: bool = False
-    """Whether parts are padded otherwise than the whole, where nothing else is to blame."""
-    is_time_first: bool = False
-    """Whether samples may lie in dim 1 of the tensors that were cut in dim 0, where nothing is to blame."""
+    mixes: bool = False
+    """Whether it failed where a collate_fn mixes samples."""
+    broadcasts: bool = False
+    """Whether it failed where outputs and targets are broadcast to all pairs of samples."""
     collates_anew: bool = False
     """Whether the same samples make another batch each time, so that parts were rows of one."""
     unmeasured: str = ""
@@ -122,8 +108,6 @@ class Verdict:
     """Whether that was for want of memory, of which there may be more once the search for sizes is over."""
     failed: Decision | None = None
     """What failed by the hypothesis that came first, where others pass for too few samples to count."""
-    ones: Decision | None = None
-    """What was measured of windows that hold a count of 1, which may stand for none; None where it does not matter."""
     chosen: tuple[int, ...] = ()
     """The positions of the samples that were measured."""
     tolerance: float = 0.0

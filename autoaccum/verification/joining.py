@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -105,21 +106,30 @@ def measure_joined(
     counts = [count for count in COUNTS if count <= min(window.num_samples, most)]
     outcome: JoinedVerdict | RanOut = JoinedVerdict(unmeasured="there is no room for two samples at once")
     for count in counts:
-        outcome = attempt(lambda count=count: run(choose(window, window.num_samples, count)))  # type: ignore[misc]
+        outcome = _twice(lambda count=count: run(choose(window, window.num_samples, count)))  # type: ignore[misc]
         if isinstance(outcome, JoinedVerdict):
             break
     if isinstance(outcome, JoinedVerdict) and outcome.fails:
         # A step that knows how many samples there are, by labels of its own say, works on all of them alone.
-        outcome = attempt(partial(run, range(window.num_samples)))
+        outcome = _twice(partial(run, range(window.num_samples)))
     for chosen, sizes in failed_on:
         if isinstance(outcome, JoinedVerdict) and outcome.passed and len(sizes) > 1:
-            again = attempt(partial(run, chosen, sizes=sizes))
+            again = _twice(partial(run, chosen, sizes=sizes))
             if isinstance(again, RanOut) or again.layout is None or again.error > outcome.error:
                 outcome = again
     if isinstance(outcome, RanOut):
         return JoinedVerdict(unmeasured="memory ran out in the attempt")
     if outcome.passed and not outcome.num_calls:
         return JoinedVerdict(unmeasured="no call of a module can be split")
+    return outcome
+
+
+def _twice(measure: Callable[[], JoinedVerdict]) -> JoinedVerdict | RanOut:
+    """Measure once more where memory ran out, which others may have held for a moment: the whole run goes by it."""
+    outcome = attempt(measure)
+    if isinstance(outcome, RanOut):
+        gc.collect()  # what failed may have left reference cycles that hold memory
+        outcome = attempt(measure)
     return outcome
 
 
@@ -336,7 +346,7 @@ class _JoinedMeasurement(Measurement):
     def _share(self, layout: Layout, sizes: tuple[int, ...]) -> float:
         """Return what is held for the backward of a joined window, as a fraction of what the whole one holds."""
         whole, parts = _Held(self.parameters), _Held(self.parameters)
-        batch = self._given(tuple(range(self.num_samples)))
+        batch = self.make(tuple(range(self.num_samples)))
         for held, cut in ((whole, (self.num_samples,)), (parts, sizes)):
             split = SplitCalls(layout, cut, self.job.device, generators=self.state.generators())
             with saved_tensors_hooks(held.pack, lambda kept: kept), split:

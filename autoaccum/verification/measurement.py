@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -16,10 +16,8 @@ import torch
 from torch.autograd.graph import saved_tensors_hooks
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from autoaccum.loss.conclusions import finite
 from autoaccum.loss.counting import count_items
-from autoaccum.loss.graph import graph_alone
-from autoaccum.loss.hypotheses import Hypothesis, kinds_in
+from autoaccum.loss.hypotheses import Hypothesis
 from autoaccum.loss.reductions import read, without_graph
 from autoaccum.loss.terms import NONE, Reduction
 from autoaccum.memory.oom import is_out_of_memory
@@ -39,11 +37,9 @@ from autoaccum.verification.draws import Constants, Recording, Replaying, drawin
 from autoaccum.verification.findings import Cut, NotFiniteError, Outcome, Part, ZeroGradientError
 from autoaccum.verification.floors import floor_of, full_precision, nudge, nudged, widen, widened
 from autoaccum.verification.remains import Remains, is_of_a_part, remains_of
-from autoaccum.verification.samples import Parts, cuts_of
-from autoaccum.window.before import SharedStretch, SharedWindow, Stretch, sharing_of
+from autoaccum.verification.samples import Parts, Stretch, cuts_of
 from autoaccum.window.gradient import Gradient, Repeat
 from autoaccum.window.job import Job
-from autoaccum.window.kept import ROUNDING, InDoubt, Least, is_same, least_of, may_stand_for
 from autoaccum.window.state import Gradients, State
 from autoaccum.window.transaction import Transaction
 
@@ -85,7 +81,6 @@ class Measurement:
         like: State | None = None,
         drops_gradients: bool = False,
         forward_only: bool = False,
-        tells: bool = True,
     ) -> None:
         """Set up; entering it lays the state of the run aside.
 
@@ -98,7 +93,6 @@ class Measurement:
             like: that state; what has not moved since is not copied again.
             drops_gradients: whether parts whose gradient is not finite are left out.
             forward_only: compare losses, and leave gradients alone.
-            tells: whether counts that are kept from 0 are told by what the whole counts.
         """
         self.num_samples = len(chosen)
         self.shown: dict[Part, Reduction] = {}
@@ -108,18 +102,12 @@ class Measurement:
         self.moved: list[torch.Tensor] = []
         """What forwards write to, and the next one may read."""
         self._contributing = 0  # the most parts of a cut that have added to it
-        self.rebinds = False
-        """Whether forwards put other things in the attributes of modules."""
         self.leaves_part = False
         """Whether the state that a window leaves is that of its last part, where it moves once a window."""
         self._remains: tuple[Remains, Remains] | None = None  # what the whole has found, and what it has left
         self._next = math.nan  # the loss that all samples have then
         self.dropped: set[int] = set()
         """Samples that were found to have nothing to count, by a loss that is not a number."""
-        self.kept: set[str] = set()
-        """Terms whose counts were seen to be kept from 0, where they are 0."""
-        self.kept_ones: set[str] = set()
-        """The same where they are not."""
         self.draws_foreign = False
         """Whether Python's or NumPy's generator was drawn from."""
         self.trained: set[int] = set()
@@ -133,7 +121,7 @@ class Measurement:
         self._rewind = rewind
         self._like = like
         self._drops_gradients = drops_gradients
-        self._forward_only, self._tells = forward_only, tells
+        self._forward_only = forward_only
         # Not compiled, and not in 16 bits: there right and wrong cannot be told apart.
         self.job = replace(job, model=getattr(job.model, "_orig_mod", job.model), precision="fp32")
 
@@ -141,10 +129,9 @@ class Measurement:
         """Lay the state of the run aside."""
         kind = _ForwardOnly if self._forward_only else Transaction
         # It has a snapshot of its own, taken as things are.
-        self._transaction = kind(self.job, sharing=sharing_of(self.job))
+        self._transaction = kind(self.job)
         self._transaction.outputs.are_unwanted = True
         self._transaction.drops_nan = True
-        self._transaction.several.learns = False
         self._transaction.drops_gradients = self._drops_gradients
         self.parameters = self._transaction.trained()
         self.names = names_of(self.parameters, self.job.modules)
@@ -230,7 +217,7 @@ class Measurement:
         """Return whether a sum of all samples is divided by a count of none."""
         if self.job.num_items is None:
             return False
-        counted = count_items(self.job.num_items, self._given(tuple(range(self.num_samples))))
+        counted = count_items(self.job.num_items, self.make(tuple(range(self.num_samples))))
         return NONE in (map(float, counted.values()) if isinstance(counted, dict) else [float(counted)])
 
     def cuts(self, smallest: int) -> list[Cut]:
@@ -252,48 +239,26 @@ class Measurement:
         """Return whether parts were given what was drawn once for all samples, which each would draw by itself."""
         return isinstance(self._draws, Recording) and bool(self._draws.shared) and all(self._draws.shared)
 
-    @property
-    def draws_orders(self) -> bool:
-        """Return whether orders are drawn for which constants stand, as where samples are paired with others."""
-        return isinstance(self._draws, Constants) and self._draws.has_orders
-
-    def with_constants(self, *, keeps_order: bool = False) -> None:
-        """Run the samples whole once more, with constants in place of draws; they stand for those of the cuts too.
-
-        Args:
-            keeps_order: whether what is put in an order that is drawn stays in its own.
-        """
-        self._draws = Constants(keeps_wide=not self.is_rounded, keeps_order=keeps_order)
+    def with_constants(self) -> None:
+        """Run the samples whole once more, with constants in place of draws; they stand for those of the cuts too."""
+        self._draws = Constants(keeps_wide=not self.is_rounded)
         self._whole()
 
-    def run(
-        self,
-        cuts: Sequence[Cut],
-        hypothesis: Hypothesis | None,
-        *,
-        make: Callable[[Part], Any] | None = None,
-        stop_above: float = math.inf,
-        around: Callable[[], None] | None = None,
-        ones_are_none: bool = False,
-    ) -> Outcome:
+    def run(self, cuts: Sequence[Cut], hypothesis: Hypothesis | None, *, stop_above: float = math.inf) -> Outcome:
         """Run the samples in cuts by a hypothesis, and compare with the whole.
 
         Args:
             cuts: the cuts.
             hypothesis: how parts add up.
-            make: (part) -> its batch; as the window makes it where left out.
             stop_above: an error that is enough to know.
-            around: called before each micro-batch.
-            ones_are_none: whether a count of 1 is taken for one of none.
 
         Raises:
             UnalignedError: the draws of a part are not found among those of the whole.
         """
         errors: list[Error] = []
         self._contributing = 0
-        self._transaction.ones_are_none = ones_are_none
         for cut in cuts:
-            gradient = self._run(cut, hypothesis, make or self.make, self._replaying, around)
+            gradient = self._run(cut, hypothesis, self.make, self._replaying)
             errors.append(self._error(gradient))
             for p in self.parameters:
                 p.grad = None
@@ -304,7 +269,6 @@ class Measurement:
             self._put_back()
             if not errors[-1].relative <= stop_above:
                 break
-        self._transaction.ones_are_none = False
         worst = max(errors, key=lambda error: math.inf if math.isnan(error.relative) else error.relative)
         return Outcome(
             hypothesis=hypothesis,
@@ -337,28 +301,14 @@ class Measurement:
         off = abs(sum(share * one for share, one in zip(shares, apart, strict=True)) - loss)
         return off / max(abs(loss), *map(abs, apart), 1e-12)
 
-    def joined_error_by_terms(self, first: int, hypothesis: Hypothesis, *, has_constants: bool = False) -> float:
-        """Return the same for a loss whose terms are weighed by themselves; 0 where their values are not known.
-
-        Raises:
-            UnalignedError: the draws of a part are not found among those of the whole.
-        """
-        whole, loss = tuple(range(self.num_samples)), self._joined_loss(has_constants, reads=True)
-        with graph_alone():  # of which the counts of terms are read
-            gradient = self._run((whole[:first], whole[first:]), hypothesis, self.make, self._replaying)
-        self._put_back()
-        if not gradient.knows_loss or gradient.doubts:
-            return 0.0
-        return abs(float(gradient.loss) - loss) / max(abs(loss), 1e-12)
-
-    def _joined_loss(self, has_constants: bool, *, reads: bool = False) -> float:
+    def _joined_loss(self, has_constants: bool) -> float:
         """Return the loss of all samples under draws that their parts find too: rows of one recording, or constants."""
         self._put_back()
         if has_constants:
             self._draws = Constants(keeps_wide=not self.is_rounded)
         else:
             self._draws = Recording(self.job.device, keeps_wide=not self.is_rounded, held=self.state.generators())
-        return self.loss_of(tuple(range(self.num_samples)), self._draws, reads=reads)
+        return self.loss_of(tuple(range(self.num_samples)), self._draws)
 
     def floor(self) -> float:
         """Return how far gradients of these samples may be apart that are both right."""
@@ -411,13 +361,11 @@ class Measurement:
             yield
         self._put_back()  # which a run may have done in the midst of this, with some parameters
 
-    def loss_of(self, part: Part, draws: AbstractContextManager[Any], *, reads: bool = False) -> float:
-        """Return the loss of some samples, by a forward of which nothing is kept, or what its graph shows."""
-        batch = self._given(part)
-        with graph_alone() if reads else saved_tensors_hooks(_forget, _forget), draws:
+    def loss_of(self, part: Part, draws: AbstractContextManager[Any]) -> float:
+        """Return the loss of some samples, by a forward of which nothing is kept."""
+        batch = self.make(part)
+        with saved_tensors_hooks(_forget, _forget), draws:
             loss = self._transaction.plain_forward(batch, len(part), self.num_samples)
-            if reads:
-                self.shown[part] = without_graph(read(loss, len(part)))
         value = float(loss.detach())
         self._put_back()
         return value
@@ -425,7 +373,7 @@ class Measurement:
     def shown_of(self, part: Part) -> Reduction:
         """Return what the graph of a part's loss shows; nothing else of it remains."""
         if part not in self.shown:
-            batch = self._given(part)
+            batch = self.make(part)
             try:
                 with self._replaying(part):
                     self._looking(part)(batch, len(part), self.num_samples)
@@ -434,46 +382,7 @@ class Measurement:
             self._put_back()
         return self.shown[part]
 
-    def counts_alike(self, part: Part) -> bool:
-        """Return whether a part counts the same when other numbers are drawn; nothing else of it remains."""
-        shown = self.shown.pop(part, None) or self.shown_of(part)
-        torch.manual_seed(1)
-        self._looking(part)(self._given(part), len(part), self.num_samples)
-        self._put_back()
-        other, self.shown[part] = self.shown[part], shown
-        return [term.divisor for term in other.terms] == [term.divisor for term in shown.terms]
-
-    def _given(self, part: Part) -> Any:
-        """Return a part with what it shares with the other samples, where there is anything to share."""
-        if self._transaction.sharing is None:
-            return self.make(part)
-        others = tuple(index for index in range(self.num_samples) if index not in part)
-        window = self._stretch((part, others), self.make)
-        with self._drawing_alike():
-            window.prepare(len(part))
-        return window.micro_batch(0, len(part))
-
-    def _stretch(self, cut: Cut, make: Callable[[Part], Any]) -> Any:
-        """Return a cut as a window."""
-        sharing: Any = self._transaction.sharing
-        if sharing is None:
-            return Stretch(cut, make)
-        # Micro-batches of a window that has been run have what was computed of all of it.
-        window, chosen = self.parts.window, self.parts.chosen
-        return SharedStretch(sharing, cut, make, (window, chosen) if isinstance(window, SharedWindow) else None)
-
-    def _drawing_alike(self) -> AbstractContextManager[Any]:
-        """Make the context of what is done before a window: what is drawn for it has no rows to give to its parts."""
-        # By constants, for its pieces are other parts than those of the cut, and what the function itself draws may
-        # have any shape.
-        if self._transaction.sharing is None:
-            return nullcontext()
-        return Constants(keeps_wide=not self.is_rounded)
-
     def _error(self, gradient: Gradient) -> Error:
-        # Gradients are compared all the same, whenever they are.
-        if self._forward_only and not gradient.knows_loss:
-            return Error(0.0, None)  # which says nothing
         if self._forward_only:
             found, wanted = float(gradient.loss), float(self._loss)
             return Error(abs(found - wanted) / max(abs(wanted), 1e-12), None)
@@ -499,20 +408,14 @@ class Measurement:
         hypothesis: Hypothesis | None,
         make: Callable[[Part], Any],
         draws_of: Callable[[Part], AbstractContextManager[Any]],
-        around: Callable[[], None] | None = None,
     ) -> Gradient:
         """Run a cut as a window; its gradient is in ``.grad``."""
         transaction = self._transaction
         transaction.hypothesis = hypothesis
-        self._see_whole(hypothesis)
         outcome: Gradient | Repeat = Repeat(sizes=())
-        transaction.begin(self._stretch(cut, make))
+        transaction.begin(Stretch(cut, make))
         for _ in range(_MOST_RUNS):
-            with self._drawing_alike():
-                transaction.prepare(len(cut[0]))
             for start, part in zip(_starts(cut), cut, strict=True):
-                if around is not None:
-                    around()
                 # The same for each: what is drawn once a batch, by whatever generator, is the same in all of them.
                 transaction.snapshot.restore_random()
                 transaction.forward = self._looking(part)
@@ -520,7 +423,7 @@ class Measurement:
                     transaction.add(Piece(start, len(part)))
             self._contributing = max(self._contributing, transaction.num_contributing() if len(cut) > 1 else 0)
             outcome = transaction.finish()
-            if isinstance(outcome, Gradient) and not self._tell_counts(cut, outcome):
+            if isinstance(outcome, Gradient):
                 parts = dict(zip(_starts(cut), cut, strict=True))
                 self.dropped.update(index for start in outcome.dropped for index in parts[start])
                 break
@@ -529,58 +432,6 @@ class Measurement:
         transaction.commit()
         assert isinstance(outcome, Gradient)
         return outcome
-
-    def _tell_counts(self, cut: Cut, gradient: Gradient) -> bool:
-        """Tell the transaction what terms count in parts whose counts may be kept from 0; return whether that is new.
-
-        What a part counts is what all count more than the others. Where these are kept from 0 as well, such parts count
-        together what is left. Whether parts add up by that to the whole is for their gradient to show.
-        """
-        several, starts = self._transaction.several, _starts(cut)
-        if not (self._tells and gradient.doubts) or several.told or gradient.conclusion is None:
-            return False
-        names = list(gradient.conclusion.kinds)
-        for place, name in enumerate(names):
-            counts, open_ones = [self._count(part, place, names) for part in cut], list[InDoubt]()
-            total = self._count(tuple(range(self.num_samples)), place, names)
-            for doubt in (doubt for doubt in gradient.doubts if doubt.name == name):
-                rest = tuple(index for part in cut for index in part if part != cut[doubt.index])
-                others = self._count(rest, place, names)
-                if abs(others) > abs(doubt.count) * (1 + ROUNDING) and may_stand_for(total - others, doubt.count):
-                    counts[doubt.index] = total - others
-                else:
-                    open_ones.append(doubt)
-            kept = sum(doubt.count for doubt in open_ones)
-            left = total - sum(counts) + kept
-            # Those that are not 0 may be all that is left; where they are more, some of them stand for none.
-            adding = sum(doubt.count for doubt in open_ones if not doubt.is_zero)
-            for doubt in open_ones if kept and may_stand_for(left, kept) else ():
-                share = 1 - doubt.is_zero if is_same(left, adding) else left / kept
-                counts[doubt.index] = doubt.count * share
-            for doubt in (doubt for doubt in gradient.doubts if doubt.name == name):
-                if not is_same(counts[doubt.index], doubt.assumed):
-                    piece = starts[doubt.index], len(cut[doubt.index]), name
-                    several.told = {**several.told, piece: counts[doubt.index]}
-                    # What counts less than 1, and something, is a sum of weights, which their unevenness shows.
-                    is_weight = is_same(abs(doubt.count), 1.0) and not is_same(counts[doubt.index], 0.0)
-                    (self.kept if doubt.is_zero or is_weight else self.kept_ones).add(name)
-        return bool(several.told)
-
-    def _count(self, part: Part, place: int, names: Sequence[str]) -> float:
-        """Return what the graph shows that a term counts in some samples; 0 where it is not there."""
-        terms = self.shown_of(part).terms
-        return finite(terms[place].divisor) if len(terms) == len(names) else 0.0
-
-    def _see_whole(self, hypothesis: Hypothesis | None) -> None:
-        """Let the transaction see what terms count in all the samples: a part that is kept from 0 does not show it."""
-        whole, kinds = self.shown.get(tuple(range(self.num_samples))), kinds_in(hypothesis)
-        if whole is not None and kinds is not None and len(whole.terms) == len(kinds):
-            # Where all of them were divided by 1 that may be kept from 0 as well, and so may each part's.
-            least = {
-                name: least_of([finite(term.divisor)], [term], Least(is_uneven=term.is_one, is_always_one=False))
-                for name, term in zip(kinds, whole.terms, strict=True)
-            }
-            self._transaction.several.see(least)
 
     def _looking(self, part: Part) -> Callable[[Any, int, int], torch.Tensor]:
         """Return a forward that keeps what the graph shows."""

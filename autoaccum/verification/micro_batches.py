@@ -13,7 +13,6 @@ from autoaccum.loss.terms import without_none
 from autoaccum.memory.oom import RanOut, attempt
 from autoaccum.verification import notices, readings
 from autoaccum.verification.comparison import MAY_BE_ROUNDING, MOST_ROUNDING, tolerance_of
-from autoaccum.verification.counts import by_counts
 from autoaccum.verification.draws import UnsettledError
 from autoaccum.verification.findings import FOREIGN, NotFiniteError
 from autoaccum.verification.floors import is_right_in_64_bits
@@ -27,8 +26,6 @@ from autoaccum.window.state import State
 _MOST_PARTS = 3
 """Micro-batches of a window that are measured by themselves, for they were divided by 1, or left out."""
 
-_MOST_DOUBTS = 16
-"""Those that are so where a term may count less than its graph shows, and it could not be counted."""
 Found = tuple[Notice, float]
 """What is to be said, and the error that was measured."""
 
@@ -56,36 +53,10 @@ class MicroBatches:
         pieces = readings.pieces(gradient)
         lowest = [pieces[index] for index in gradient.suspects]
         for piece in list(dict.fromkeys([*lowest, *readings.ones(gradient)]))[:_MOST_PARTS]:
-            error, _ = self._error_of(window, gradient, hypothesis, *piece)
+            error = self._error_of(window, gradient, hypothesis, *piece)
             if error:
                 return notices.ones_notice(error), error
         return None
-
-    def doubts(
-        self, window: Window, gradient: Gradient, hypothesis: Hypothesis
-    ) -> tuple[Hypothesis | None, float | None]:
-        """Measure micro-batches in which a term may count less than its graph shows, where that cannot be counted.
-
-        Returns:
-            the hypothesis by which they are weighed rightly, None where none is; the error, 0 where there is none, None
-            where that cannot be measured.
-        """
-        pieces = readings.pieces(gradient)
-        in_doubt = list(dict.fromkeys(pieces[doubt.index] for doubt in gradient.doubts))
-        chosen = in_doubt[:_MOST_DOUBTS]
-        # What one of them shows may be another hypothesis, of which the others are asked once more.
-        worst, other = 0.0, hypothesis
-        for _ in range(2):
-            before = other
-            is_measured = chosen == in_doubt
-            for piece in chosen:
-                error, other = self._error_of(window, gradient, other, *piece, refines=True)
-                is_measured = is_measured and error is not None
-                worst = worst if error is None else max(worst, error)
-            if other == before:
-                return other, worst if worst or is_measured else None
-            worst = 0.0
-        return None, worst
 
     def dropped(self, window: Window, gradient: Gradient, hypothesis: Hypothesis) -> float | None:
         """Measure those that were left out, for their loss is not a number: do they count nothing?
@@ -95,7 +66,7 @@ class MicroBatches:
             where that cannot be measured.
         """
         pieces = [piece for piece in readings.pieces(gradient) if piece[0] in gradient.dropped]
-        errors = [self._error_of(window, gradient, hypothesis, *piece)[0] for piece in pieces[:_MOST_PARTS]]
+        errors = [self._error_of(window, gradient, hypothesis, *piece) for piece in pieces[:_MOST_PARTS]]
         return max((error for error in errors if error is not None), default=None)
 
     def joined(
@@ -128,6 +99,8 @@ class MicroBatches:
         # The losses of a sum beside terms of the parameters alone add up to more than that of the whole.
         if not (is_due or largest > self._kinds.largest_joined) or hypothesis in (None, "sum and penalties"):
             return None
+        if gradient.is_by_name:  # no one count is that of all losses
+            return None
         counted = zip(readings.pieces(gradient), gradient.counts, strict=True)
         of_them = [(piece, count) for piece, count in counted if without_none(count) and 2 * piece[1] > largest]
         if len(of_them) < 2 or most < 2 * largest:
@@ -146,7 +119,6 @@ class MicroBatches:
             (first[1], second[1]),
             rewind=rewind,
             like=like,
-            by_terms=gradient.conclusion is not None and bool(gradient.conclusion.kinds),
         )
         if not error:
             return None
@@ -165,9 +137,7 @@ class MicroBatches:
         hypothesis: Hypothesis,
         start: int,
         size: int,
-        *,
-        refines: bool = False,
-    ) -> tuple[float | None, Hypothesis]:
+    ) -> float | None:
         """Measure a micro-batch beside those that count."""
         counted = zip(gradient.counts, readings.pieces(gradient), strict=True)
         others = [(abs(count) / piece[1], *piece) for count, piece in counted if count and piece[0] != start]
@@ -180,7 +150,6 @@ class MicroBatches:
             range(start, start + size),
             [position for _, first, length in others for position in range(first, first + length)],
             drops_gradients=self._drops_gradients(),
-            refines=refines,
         )
 
 
@@ -192,8 +161,7 @@ def measure_part(
     others: Sequence[int],
     *,
     drops_gradients: bool = False,
-    refines: bool = False,
-) -> tuple[float | None, Hypothesis]:
+) -> float | None:
     """Measure a window's own micro-batch, beside a few more of its samples: are they weighed rightly together?
 
     Args:
@@ -203,39 +171,30 @@ def measure_part(
         part: the positions of the micro-batch's samples.
         others: those of samples that have been seen to count; the first few of them are taken.
         drops_gradients: whether a part whose gradient is not finite is left out.
-        refines: whether another hypothesis is looked for where it fails, by what its terms count.
 
     Returns:
         the error, 0 where it is within the tolerance, infinite where the loss is finite without that micro-batch only;
-        None where it cannot be measured. And the hypothesis of which that is so.
+        None where it cannot be measured.
     """
     # Those alone are run where all together have no finite loss: it may be their own fault, and tell nothing.
     # Not one or two, for it is not known which of them count; and a whole group, where there are groups.
     granule = job.batch_norm.group
     few = list(others)[: granule if granule > 1 else max(MOST, job.min_micro_batch)]
     if len(few) < max(granule, job.min_micro_batch):
-        return None, hypothesis
+        return None
     # The last micro-batch may hold less than a whole group: it comes last here too.
     first, second = (few, list(part)) if granule > 1 else (list(part), few)
 
-    def measured(chosen: list[int]) -> tuple[float, Hypothesis]:
-        # By what the window has taken counts for, which it would be told of here.
-        with Measurement(job, window, chosen, drops_gradients=drops_gradients, tells=False) as measurement:
+    def measured(chosen: list[int]) -> float:
+        with Measurement(job, window, chosen, drops_gradients=drops_gradients) as measurement:
             measurement.run_whole()
             if len(chosen) == len(few):
-                return math.inf, hypothesis  # what is not finite is the fault of those that were left out here
+                return math.inf  # what is not finite is the fault of those that were left out here
             cut = (tuple(range(len(first))), tuple(range(len(first), len(chosen))))
             error, tolerance = measurement.run([cut], hypothesis).error, measurement.tolerance
             if error > tolerance and measurement.collates_anew():
                 measurement.run_whole()
                 error = measurement.run([cut], hypothesis).error
-            other = (
-                by_counts(measurement.shown, measurement.num_samples, [cut], hypothesis)
-                if refines and error > tolerance
-                else None
-            )
-            if other is not None and other != hypothesis and measurement.run([cut], other).error <= tolerance:
-                return 0.0, other
             if tolerance < error < MAY_BE_ROUNDING:  # as in ``decide``
                 tolerance = max(tolerance, measurement.floor())
             if error > tolerance and measurement.draws_foreign:
@@ -243,7 +202,7 @@ def measure_part(
             is_right = error <= tolerance or (
                 error < MOST_ROUNDING and is_right_in_64_bits(measurement, [cut], hypothesis)
             )
-            return (0.0 if is_right else error), hypothesis
+            return 0.0 if is_right else error
 
     for chosen in ([*first, *second], few):
         try:
@@ -252,8 +211,8 @@ def measure_part(
             continue
         except Exception:  # what cannot be computed of these samples has been said, or will be
             break
-        return (None, hypothesis) if isinstance(outcome, RanOut) else outcome
-    return None, hypothesis
+        return None if isinstance(outcome, RanOut) else outcome
+    return None
 
 
 def measure_joined(
@@ -265,7 +224,6 @@ def measure_joined(
     *,
     rewind: Callable[[], None] = lambda: None,
     like: State | None = None,
-    by_terms: bool = False,
 ) -> float | None:
     """Compare the losses of two of a window's micro-batches, joined and apart: what six samples show may be of few.
 
@@ -277,7 +235,6 @@ def measure_joined(
         counts: what each was found to count.
         rewind: puts the state back that the window began with.
         like: that state, as far as it is remembered.
-        by_terms: whether terms are weighed by themselves, and not by these counts.
 
     Returns:
         the error, 0 where it is within the tolerance; None where it cannot be measured.
@@ -291,13 +248,11 @@ def measure_joined(
             if measurement.is_divided_by_none():
                 return 0.0  # of some term, which has no mean in these
             joined = partial(measurement.joined_error, len(parts[0]), weights, is_sum=hypothesis == "sum")
-            if by_terms:
-                joined = partial(measurement.joined_error_by_terms, len(parts[0]), hypothesis)
             tolerance = tolerance_of(measurement.parameters)
             error = joined()
             # What is drawn, in forwards or while samples are collated, may decide what counts, and was drawn otherwise
             # when it was counted.
-            is_counted = hypothesis not in ("samples", "sum") and not by_terms
+            is_counted = hypothesis not in ("samples", "sum")
             if measurement.draws_anything and is_counted and not is_by_samples:
                 return 0.0
             if error > tolerance and measurement.collates_anew():

@@ -12,10 +12,10 @@ from torch import nn
 from autoaccum.events import Notice
 from autoaccum.loss.conclusions import DIVIDED_LATER, conclude, proportional
 from autoaccum.loss.coupling import count_batch_norms
-from autoaccum.loss.hypotheses import SUMS, Hypothesis, in_words
+from autoaccum.loss.hypotheses import SUMS, WORDS, Hypothesis
 from autoaccum.loss.terms import Reduction
 from autoaccum.planning.granules import MICRO, Statistics
-from autoaccum.verification.findings import FOREIGN, Cause, Decision
+from autoaccum.verification.findings import FOREIGN, Decision, Verdict
 
 # Each names its cause so that it can be found in the user's code, and a cure that can be tried. One is told from
 # another by its consequence, which therefore holds no numbers: it is said once in a run.
@@ -95,7 +95,7 @@ def contradiction_notice(
     """Return what to say when the user's ``num_items`` is not what the loss shows; None when it may be."""
     found = conclude(sizes, reductions)
     # What cannot be read off the loss cannot contradict anybody.
-    if found.doubt is not None or found.kinds:
+    if found.doubt is not None:
         return None
     counts = [float(reduction.items) for reduction in reductions]
     # Counts that are the same but for a factor, as those of tokens and of pairs of tokens, are the same weights.
@@ -120,7 +120,7 @@ def unused_notice(num_items: object, hypothesis: Hypothesis, *, counts_by_name: 
     if not callable(num_items) or counts_by_name or hypothesis == "num_items":
         return None
     return Notice(
-        cause=f"The loss is not a mean over what num_items counts, but {in_words(hypothesis)}, as was measured",
+        cause=f"The loss is not a mean over what num_items counts, but {WORDS[hypothesis]}, as was measured",
         consequence="num_items is not used, and windows are weighed by what was measured",
         cure='Pass reduction="sum" beside it, where the sum of the window is to be divided by what it counts; or leave '
         "num_items out"
@@ -153,12 +153,10 @@ def untrained_notice(modules: Sequence[nn.Module], trained: Set[int]) -> Notice 
 
 def failure_notice(
     decision: Decision,
-    causes: Sequence[Cause],
     samples: int,
     modules: Sequence[nn.Module],
     suspicion: Notice | None,
     *,
-    is_time_first: bool = False,
     statistics: Statistics = MICRO,
     counts_items: bool = False,
 ) -> Notice:
@@ -166,22 +164,17 @@ def failure_notice(
 
     Args:
         decision: what was measured.
-        causes: what is to blame; empty where nothing of what could be switched off is.
         samples: how many were measured.
         modules: the model's.
         suspicion: what the graph of the loss says against it.
-        is_time_first: whether the tensors that were cut may have their samples in dim 1.
         statistics: those that BatchNorm is to normalise by.
         counts_items: whether num_items was passed.
     """
-    known = [_of_cause(cause, modules, statistics) for cause in causes]
     if decision.contradiction is not None:
-        known = [_contradicted(decision.contradiction)]
-    if not known:
-        known = [suspicion or _unknown(counts_items=counts_items)]
-    found = [notice for notice in known if notice is not None]
-    if not causes and is_time_first:
-        found.append(_TIME_FIRST)
+        found = [_contradicted(decision.contradiction)]
+    else:
+        known = [*batch_norm_notices(modules, statistics), suspicion]
+        found = [notice for notice in known if notice is not None] or [_unknown(counts_items=counts_items)]
     off = f"windows that are cut get a gradient {percent(decision.error)} off the whole window's"
     return Notice(
         cause=f"{' and '.join(notice.cause for notice in found)}: {off}, measured on {samples} samples",
@@ -193,26 +186,19 @@ def failure_notice(
 def _contradicted(measured: Hypothesis) -> Notice:
     """Return what to say of a loss that was measured to be something else than ``reduction`` says."""
     return Notice(
-        cause=f"The loss is not what reduction says, but {in_words(measured)}",
+        cause=f"The loss is not what reduction says, but {WORDS[measured]}",
         consequence="Windows are weighed by what reduction says, so that the gradient depends on how they are cut",
         cure="Leave reduction out, by which the loss is taken for what it is measured to be, or pass the other one",
     )
-
-
-_TIME_FIRST = Notice(
-    cause="its tensors agree in dim 1 as they do in dim 0, by which they were cut, as time-first ones do",
-    consequence="",
-    cure="pass batch_dim=1 if samples lie in dim 1, as in what an nn.LSTM without batch_first takes",
-)
 
 
 _UNKNOWN = Notice(
     cause="The loss is neither a mean over samples or items, nor a sum over them, or samples meet in the model",
     consequence="No weights of micro-batches add them up to the loss of their window, so that the gradient depends on "
     "how windows are cut",
-    cure="Let the loss end in one mean, or one sum, over samples; compute statistics of a batch, those that inputs are "
-    "normalised by too, in before_window=; or pass accumulate='joined', or micro_batch= the whole window if it "
-    "fits, or num_items=(micro-batch) -> how many items its loss is a mean over (of losses in a dict, a dict of such "
+    cure="Let the loss end in one mean, or one sum, over samples; or pass accumulate='joined', by which statistics of "
+    "a batch, those that inputs are normalised by too, are the window's; or micro_batch= the whole window if it fits, "
+    "or num_items=(micro-batch) -> how many items its loss is a mean over (of losses in a dict, a dict of such "
     "functions)",
 )
 
@@ -222,8 +208,8 @@ _MISCOUNTED = replace(
     cause="The loss is neither a mean over what num_items counts, nor over samples, nor a sum over these",
     cure="Let num_items return what the loss of the micro-batch that it is given is divided by (of losses in a dict, "
     "let it be a dict of such functions by the same names), and let nothing be done to that mean, such as squaring it; "
-    "compute statistics of the window in before_window=; or pass accumulate='joined', or micro_batch= the whole "
-    "window if it fits",
+    "or pass accumulate='joined', by which statistics of a batch are the window's, or micro_batch= the whole window "
+    "if it fits",
 )
 
 
@@ -232,67 +218,28 @@ def _unknown(*, counts_items: bool) -> Notice:
     return _MISCOUNTED if counts_items else _UNKNOWN
 
 
-def _of_cause(cause: Cause, modules: Sequence[nn.Module], statistics: Statistics) -> Notice | None:
-    if cause == "batch norm":
-        return next(iter(batch_norm_notices(modules, statistics)), None)
-    return _CAUSES[cause]
+_MIXED = Notice(
+    cause="The collate_fn mixes the samples of a batch, as MixUp and CutMix do",
+    consequence="It is given a micro-batch instead of the window, so that samples are mixed with others than in "
+    "the whole, and with none where a micro-batch is one sample",
+    cure="Pass accumulate='joined', by which the full batch is collated at once, or mix samples in the "
+    "training_step; or pass micro_batch= the whole window if it fits",
+)
 
 
-_CAUSES: dict[Cause, Notice] = {
-    "padding": Notice(
-        cause="The model sees the padding of a batch, which depends on the samples beside it",
-        consequence="A sample is padded to the longest one of its micro-batch instead of the window's: another output",
-        cure="Mask what is padded (in attention, in pooling and in the loss), or pad all samples to one length",
-    ),
-    "state": Notice(
-        cause="A forward changes state that the next one reads, as momentum encoders, queues, running statistics and "
-        "spectral norms do",
-        consequence="Within a window each micro-batch finds another state, so that the gradient depends on how windows "
-        "are cut",
-        cure='Pass state="window", by which all micro-batches find the same, and a window leaves what its last one has '
-        "written: all of it where that depends on the weights alone, as of a momentum encoder. Change a queue, or what "
-        "else depends on samples, in before_window=; or pass micro_batch= the whole window if it fits",
-    ),
-    "hooks": Notice(
-        cause="Hooks on parameters change the gradient of each micro-batch, as those that clip do",
-        consequence="They see the gradient of a micro-batch instead of the window's, so that what they make of it "
-        "depends on how windows are cut",
-        cure="Remove them, and pass clip_norm= or change gradients in the optimizer, which sees the window's",
-    ),
-    "pairing": Notice(
-        cause="Samples are paired with others of their batch in an order that is drawn (torch.randperm), as by MixUp",
-        consequence="They meet those of their micro-batch only, instead of all in the window, and themselves where a "
-        "micro-batch is one sample",
-        cure="Draw the order and mix samples in before_window=, which is given all of the window; or pass micro_batch= "
-        "the whole window if it fits",
-    ),
-    "places": Notice(
-        cause="What a sample adds to the loss depends on its place among the others, as where each is mixed with "
-        "that of a flip or a roll of the batch (MixUp), or compared with that beside it",
-        consequence="They meet those of their micro-batch only, instead of all in the window",
-        cure="Mix samples in before_window=, which is given all of the window; or pass accumulate='joined', or "
-        "micro_batch= the whole window if it fits",
-    ),
-    "coupling": coupling_notice(),
-    "mixing": Notice(
-        cause="The collate_fn mixes the samples of a batch, as MixUp and CutMix do",
-        consequence="It is given a micro-batch instead of the window, so that samples are mixed with others than in "
-        "the whole, and with none where a micro-batch is one sample",
-        cure="Mix them in before_window=, which is given all of the window; or pass micro_batch= the whole window if "
-        "it fits",
-    ),
-    "broadcast": Notice(
-        cause="The loss sets each sample beside all others: a tensor of shape (samples, 1) meets one of shape "
-        "(samples,), as outputs of one column and targets without it do, and both are broadcast to (samples, samples)",
-        consequence="It is a mean over all pairs of a micro-batch, and no longer of what each sample should be",
-        cure="Give both the same shape: targets[:, None], or outputs.squeeze(1) in the loss",
-    ),
-}
+_BROADCAST = Notice(
+    cause="The loss sets each sample beside all others: a tensor of shape (samples, 1) meets one of shape "
+    "(samples,), as outputs of one column and targets without it do, and both are broadcast to (samples, samples)",
+    consequence="It is a mean over all pairs of a micro-batch, and no longer of what each sample should be",
+    cure="Give both the same shape: targets[:, None], or outputs.squeeze(1) in the loss",
+)
 
 
-def of(cause: Cause) -> Notice:
-    """Return what to say of a cause that was not switched off."""
-    return _CAUSES[cause]
+def suspected(verdict: Verdict, shown: Notice | None) -> Notice | None:
+    """Return by what samples meet, as was measured, or as graphs show."""
+    if verdict.mixes:
+        return _MIXED
+    return _BROADCAST if verdict.broadcasts else shown
 
 
 def percent(error: float) -> str:
@@ -316,6 +263,16 @@ def ones_notice(error: float) -> Notice:
     )
 
 
+def uncertain_notice(why: str) -> Notice:
+    """Return what to say of weights that are right for a few samples, and may be wrong for others."""
+    return Notice(
+        cause=why,
+        consequence="Its weights were right for the samples that were measured, and may be wrong for others",
+        cure="Pass accumulate='joined', which computes the loss of the whole window, or num_items=(micro-batch) -> how "
+        "many items it is a mean over",
+    )
+
+
 def part_of_state_notice() -> Notice:
     """Return what to say of state that depends on samples, where it moves once a window."""
     return Notice(
@@ -323,8 +280,8 @@ def part_of_state_notice() -> Notice:
         'state="window" a window leaves what its last micro-batch has written',
         consequence="The next window finds the state of some of the samples: where its loss reads that, it is not "
         "that of whole windows",
-        cure="Write it in before_window=, which has all samples of a window, or pass micro_batch= the whole window if "
-        "it fits",
+        cure="Write it in the training_step and pass accumulate='joined' in place of state, by which it runs once on "
+        "the full batch; or pass micro_batch= the whole window if it fits",
     )
 
 
@@ -335,7 +292,8 @@ def drawn_once_notice() -> Notice:
         "all parts were given the same here",
         consequence="A run draws it for each micro-batch by itself, so that a window is a mean over several draws "
         "instead of one",
-        cure="Draw it in before_window=, where it is to be the same for all samples of a window",
+        cure="Draw it in the training_step and pass accumulate='joined', where it is to be the same for all samples of "
+        "a window",
     )
 
 

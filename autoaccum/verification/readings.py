@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Sequence
 from itertools import accumulate
 
 from autoaccum.events import Notice
-from autoaccum.loss.conclusions import finite
 from autoaccum.loss.coupling import Crossing, couples_samples
-from autoaccum.loss.hypotheses import SUMS, Hypothesis, kinds_in, of_terms
+from autoaccum.loss.hypotheses import SUMS, Hypothesis
 from autoaccum.loss.reductions import is_one
 from autoaccum.loss.terms import Reduction
 from autoaccum.verification import notices
 from autoaccum.window.gradient import Gradient, are_alike
 from autoaccum.window.job import Job
-from autoaccum.window.several import KeptCount
 
 Met = Sequence[tuple[int, set[Crossing]]]
 """Of each micro-batch, its samples, and by which operations they meet."""
@@ -24,8 +22,6 @@ def likely(job: Job, gradient: Gradient) -> Hypothesis:
     """Return what a window looks like that nothing was measured of."""
     if job.num_items is not None:
         return "num_items"
-    if gradient.conclusion is not None and gradient.conclusion.kinds:
-        return of_terms(gradient.conclusion.kinds)
     if gradient.conclusion is None or not gradient.conclusion.is_sum:
         return "items"
     return "sum and penalties" if any(reduction.constants for reduction in gradient.reductions) else "sum"
@@ -38,20 +34,12 @@ def is_weighed_alike(job: Job, gradient: Gradient, before: Hypothesis | None, af
         return True
     if before is not None or after == "num_items":
         return before is None
-    if found.kinds or kinds_in(after) is not None:
-        return found.kinds == kinds_in(after)
     if after in SUMS:
         with_terms = any(reduction.constants for reduction in gradient.reductions)
         return found.is_sum and job.num_items is None and (after == "sum and penalties" or not with_terms)
     if after == "items":
         return not found.is_sum and job.num_items is None
     return not found.is_sum and are_alike(gradient.sizes, gradient.counts)  # 0 where something was left out
-
-
-def is_counted_otherwise(gradient: Gradient, told: Mapping[KeptCount, float]) -> bool:
-    """Return whether terms of a window were measured to count something else than they were taken to."""
-    found = pieces(gradient)
-    return any(told.get((*found[each.index], each.name), each.assumed) != each.assumed for each in gradient.doubts)
 
 
 def claims(gradient: Gradient) -> list[float]:
@@ -93,15 +81,6 @@ def pieces(gradient: Gradient) -> list[tuple[int, int]]:
     return list(zip(starts, gradient.sizes, strict=False))
 
 
-def densest(gradient: Gradient, place: int) -> dict[tuple[int, int], float]:
-    """Return what the term at that place counts, by (start, samples) of micro-batches: the densest first."""
-    found = {}
-    for piece, reduction in zip(pieces(gradient), gradient.reductions, strict=True):
-        if place < len(reduction.terms) and (count := finite(reduction.terms[place].divisor)):
-            found[piece] = count
-    return dict(sorted(found.items(), key=lambda one: -abs(one[1]) / one[0][1]))
-
-
 def suspicion(job: Job, met: Met, shown: Sequence[Reduction]) -> Notice | None:
     """Return what the graphs say against a loss that was measured not to add up; None where they say nothing."""
     if couples_samples(met):
@@ -121,7 +100,7 @@ def doubts(job: Job, gradient: Gradient, met: Met, shown: Sequence[Reduction]) -
         return [*said, notices.coupling_notice()]
     if job.num_items is not None:
         # What the user says is compared with what the losses show, of every micro-batch or not at all.
-        if len(shown) == len(gradient.sizes) and not job.divides:
+        if len(shown) == len(gradient.sizes) and not (job.divides or gradient.is_by_name):
             # A count of 0 is no contradiction to one that was kept from 0.
             claimed = claims(gradient)
             rows = [row for row in zip(claimed, gradient.sizes, shown, strict=True) if row[0] or not is_one(row[2])]

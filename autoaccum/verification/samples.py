@@ -184,6 +184,27 @@ def _parts(order: Sequence[int], sizes: Sequence[int]) -> tuple[tuple[int, ...],
     return tuple(parts)
 
 
+class Stretch:
+    """A window of a few samples that are made into micro-batches as they are asked for, part by part."""
+
+    lengths = None
+
+    def __init__(self, parts: Sequence[Part], make: Callable[[Part], Any]) -> None:
+        """Set up; ``make`` returns the batch of some of the samples."""
+        self._order = [index for part in parts for index in part]
+        self._make = make
+        self.num_samples = len(self._order)
+
+    def micro_batch(self, start: int, size: int) -> Any:
+        """Return some samples, in the order of the parts."""
+        return self._make(tuple(self._order[start : start + size]))
+
+    def samples(self, positions: Sequence[int]) -> Any:
+        """Return the samples at these positions on the host."""
+        made = self._make(tuple(self._order[position] for position in positions))
+        return batches.to_device(made, torch.device("cpu"), copy=False)
+
+
 class Parts:
     """Batches of some samples of a window, each sample known by its place among them."""
 

@@ -14,12 +14,12 @@ from autoaccum.loss.coupling import smallest_micro_batch
 from autoaccum.loss.hypotheses import SUMS, Hypothesis
 from autoaccum.loss.reductions import is_one
 from autoaccum.memory.oom import RanOut, attempt, is_out_of_memory, without_frames
-from autoaccum.verification.decision import compare_losses, decide, explained_by_ones
+from autoaccum.verification.decision import compare_losses, decide
 from autoaccum.verification.draws import UnalignedError, UnsettledError
-from autoaccum.verification.findings import FOREIGN, Cause, Decision, NotFiniteError, Verdict, ZeroGradientError
+from autoaccum.verification.findings import FOREIGN, Decision, NotFiniteError, Verdict, ZeroGradientError
 from autoaccum.verification.measurement import Measurement
+from autoaccum.verification.mixing import broadcasts, mixes
 from autoaccum.verification.samples import MOST, choose, cuts_of
-from autoaccum.verification.suspects import is_time_first, mixes, name_cause, pads, suspect_of
 from autoaccum.window.job import Job
 from autoaccum.window.state import State
 
@@ -178,17 +178,10 @@ def _measured_of(
             is_mixed = not decision.passed and _mixes(measurement)
             if collates_anew := not decision.passed and not is_mixed and measurement.collates_anew():
                 decision = decide(measurement, smallest, likely)
-            ones: Decision | None = None
-            whole = tuple(range(measurement.num_samples))
             # Parts that are all divided by 1 add up like a sum, too, as where few samples have an item each.
             is_sum = decision.passed and likely == "items" and decision.hypothesis in SUMS
-            if (decision.has_ones and not decision.passed) or (is_sum and is_one(measurement.shown[whole])):
-                without = explained_by_ones(measurement, smallest, likely)
-                if is_sum and without is None:
-                    return Verdict(
-                        unmeasured="a few samples have too few items to tell a mean from a sum", is_passing=True
-                    )
-                decision, ones = (decision, None) if without is None else (without, decision)
+            if is_sum and is_one(measurement.shown[tuple(range(measurement.num_samples))]):
+                return Verdict(unmeasured="a few samples have too few items to tell a mean from a sum", is_passing=True)
             if decision.passed and decision.is_vacuous:
                 # Nothing passes by more than chance; what fails does not do so by chance.
                 return Verdict(
@@ -198,29 +191,21 @@ def _measured_of(
                     chosen=tuple(chosen),
                     tolerance=measurement.tolerance,
                 )
-            causes: tuple[Cause, ...] = ()
             if not decision.passed:
-                causes = ("mixing",)
-                if not is_mixed:
-                    causes = tuple(name_cause(measurement, decision.cuts, decision.hypothesis))
                 if measurement.is_rounded and decision.error < _ROUNDING:
                     return Verdict(unmeasured="its parameters have 16 bits, whose rounding hides what is looked for")
                 # What Python's or NumPy's generator draws differs in each part, and nothing says by how much.
-                if decision.is_foreign and not causes:
+                if decision.is_foreign:
                     return Verdict(unmeasured=FOREIGN)
             return Verdict(
                 decision=decision,
-                causes=causes,
-                ones=ones,
                 chosen=tuple(chosen),
                 tolerance=max(measurement.tolerance, decision.error) if decision.passed else measurement.tolerance,
-                rebinds=measurement.rebinds,
                 leaves_part=measurement.leaves_part,
                 draws_once=measurement.draws_once,
                 collates_anew=collates_anew,
-                suspect=None if decision.passed or causes else suspect_of(measurement),
-                pads=bool(not decision.passed and not causes and pads(measurement)),
-                is_time_first=bool(not decision.passed and not causes and is_time_first(measurement)),
+                mixes=is_mixed,
+                broadcasts=not decision.passed and broadcasts(measurement),
             )
     except NotFiniteError:
         return Verdict(unmeasured="the loss of a few samples is not finite", is_passing=True)

@@ -17,7 +17,6 @@ from torch import nn
 from torch.nn import functional
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from autoaccum._checks import positional
 from autoaccum.errors import ArgumentError, ConflictingArgumentsError
 from autoaccum.planning.granules import MICRO, Statistics, granules
 from autoaccum.window.batch_norm_calls import Call, Calls
@@ -32,7 +31,6 @@ def statistics_of(
     micro_batch: object = "auto",
     max_micro_batch: object = None,
     state: object = None,
-    before_window: object = None,
 ) -> Statistics:
     """Return what ``batch_norm`` says, where the other arguments leave room for it.
 
@@ -43,10 +41,6 @@ def statistics_of(
     found = _read(batch_norm)
     if found.kind == "micro":
         return found
-    takes = None if before_window is None else positional(before_window)
-    if takes is not None and takes.required > 1:
-        cure = "Compute in before_window(batch) what needs no forward, or leave batch_norm out."
-        raise ConflictingArgumentsError("batch_norm", str(found), "before_window(batch, in_pieces)", cure)
     if found.kind == "ghost" and state == "window":
         cure = f"Running statistics move as '{found}' has it: leave state out."
         raise ConflictingArgumentsError("batch_norm", str(found), 'state="window"', cure)

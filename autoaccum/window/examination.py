@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
 from autoaccum.data.base import Window
 from autoaccum.events import Event, Joined, Notice
 from autoaccum.window.gradient import Gradient
-from autoaccum.window.several import KeptCount
 from autoaccum.window.split_calls import Layout
 
 
@@ -25,12 +24,12 @@ class Examination(Protocol):
         """Return whether the window has to be run again, now that it is known what its loss is."""
 
     @property
-    def hides_items(self) -> bool:
-        """Return whether compiled code hides what its losses are means over, so that it may not run compiled."""
+    def is_put_off(self) -> bool:
+        """Return whether nothing was measured, for windows are to be joined."""
 
     @property
-    def told(self) -> Mapping[KeptCount, float]:
-        """Return what terms of micro-batches were measured to count, whose counts may be kept from 0."""
+    def hides_items(self) -> bool:
+        """Return whether compiled code hides what its losses are means over, so that it may not run compiled."""
 
     @property
     def smallest(self) -> int:

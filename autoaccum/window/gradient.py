@@ -15,12 +15,11 @@ from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
 from autoaccum.loss.graph import take_for_parameters
 from autoaccum.loss.hypotheses import Conclusion
-from autoaccum.loss.reductions import is_one, kinds_of
+from autoaccum.loss.reductions import kinds_of
 from autoaccum.loss.terms import Reduction
 from autoaccum.loss.weighting import make_own
 from autoaccum.memory.oom import insist
 from autoaccum.planning.noise import Noise, Part
-from autoaccum.window.kept import InDoubt
 from autoaccum.window.outputs import read
 
 
@@ -57,14 +56,8 @@ class Gradient:
     """How the loss of each micro-batch was reduced."""
     suspects: tuple[int, ...] = ()
     """Indices of the micro-batches whose count may be one that was kept from 0."""
-    doubts: tuple[InDoubt, ...] = ()
-    """Where one of several terms may count less than its graph shows."""
-    differs: bool = False
-    """Whether some of its micro-batches lack terms of the loss, and it cannot be told which."""
-    is_unforeseen: bool = False
-    """Whether what terms count cannot be told before a window is run, so that it is run twice."""
-    knows_loss: bool = True
-    """Whether the loss is that of the window, or about that, for values of its terms were not seen."""
+    is_by_name: bool = False
+    """Whether each of several losses was weighed by itself, as the user counts its items."""
     conclusion: Conclusion | None = None
     """What these were taken for, seen together; None where nothing counts."""
 
@@ -79,7 +72,6 @@ class Gradient:
             counts=self.counts[:count],
             reductions=self.reductions[:count],
             suspects=tuple(index for index in self.suspects if index < count),
-            doubts=tuple(doubt for doubt in self.doubts if doubt.index < count),
             uncounted=tuple(start for start in self.uncounted if start < num_samples),
             dropped=tuple(start for start in self.dropped if start < num_samples),
         )
@@ -117,7 +109,7 @@ class Signs:
     """
 
     __slots__ = (
-        "_graphs", "_late", "_modes", "_ties", "compares_ones", "compares_samples", "has_suspects",
+        "_graphs", "_late", "_modes", "_ties", "compares_samples", "has_suspects",
         "have_changed", "is_counted", "knows_nothing", "least", "next_look", "num_visible", "short_below",
         "watches_least",
     )  # fmt: skip
@@ -129,8 +121,6 @@ class Signs:
         self._modes: list[bool] | None = None  # of each module
         self.compares_samples = False
         """Whether a mean over samples would do as well, as far as was measured."""
-        self.compares_ones = False
-        """Whether a count of 1 may stand for none."""
         self.watches_least = True
         """Whether the lowest count of the run may stand for none, as of ``mask.sum().clamp(min=1) * features``."""
         self.least = (math.inf, math.inf)
@@ -199,14 +189,13 @@ class Signs:
         return lowest | {
             "graphs": dict(self._graphs),
             "compares_samples": self.compares_samples,
-            "compares_ones": self.compares_ones,
             "modes": self._modes,
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Put back what ``state_dict`` returned."""
         self._graphs, self.compares_samples = dict(state["graphs"]), state["compares_samples"]
-        self.compares_ones, self._modes = state["compares_ones"], state["modes"]
+        self._modes = state["modes"]
         self.least, self._ties = state.get("least", self.least), state.get("ties", 0)
 
     def uncounted(self, sizes: Sequence[int], counts: Sequence[float]) -> tuple[int, ...]:
@@ -229,8 +218,6 @@ class Signs:
         if self.compares_samples and not are_alike(sizes, counts):
             self.have_changed = True
         if self.watches_least and are_terms_apart(counts, reductions):
-            self.have_changed = True
-        if self.compares_ones and (1.0 in map(abs, counts) or any(map(is_one, reductions))):
             self.have_changed = True
 
     def suspects(
@@ -270,11 +257,6 @@ class Signs:
                 return ()
         self.has_suspects = bool(found)
         return tuple(found)
-
-    def in_doubt(self, found: Sequence[InDoubt]) -> tuple[InDoubt, ...]:
-        """Take where terms may count less than graphs show; return where that is to be measured."""
-        self.has_suspects = self.watches_least and bool(found)
-        return tuple(found) if self.has_suspects else ()
 
 
 def are_terms_apart(counts: Sequence[float], reductions: Sequence[Reduction]) -> bool:

@@ -9,7 +9,6 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
-from autoaccum.loss.shared import BeforeWindow
 from autoaccum.loss.stated import CountItems, LossOf, Reducing, by_name
 from autoaccum.planning.granules import MICRO, Statistics
 from autoaccum.window.precision import Autocast, Precision, autocast
@@ -40,8 +39,6 @@ class Job:
     """Whether the loss is a sum, as the user says, that ``loss_of`` divides by what these are."""
     reduction: Reducing = None
     """What the user says that the loss is, or each of several."""
-    before_window: BeforeWindow | None = None
-    """What is called once a window, and what its micro-batches then come with; None for nothing."""
     collate_fn: Callable[[list[Any]], Any] | None = None
     """What makes batches of samples, where the user has passed it."""
     min_micro_batch: int = 1
@@ -63,9 +60,7 @@ class Job:
         """Return what of it is the user's code, beside modules."""
         counting = self.num_items
         of_each = [counting] if counting is None or callable(counting) else list(by_name(counting).values())
-        # What it keeps moves once a window, and is put back with all else that a measurement has moved.
-        before = None if self.before_window is None else self.before_window.function
-        return [self.loss_of, *of_each, self.collate_fn, before]
+        return [self.loss_of, *of_each, self.collate_fn]
 
     def computed_by(self, loss_of: LossOf) -> Job:
         """Return the same with another function for its loss."""

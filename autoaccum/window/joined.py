@@ -117,8 +117,6 @@ def why_not_joined(job: Job, *, noise_scale: bool, is_sharded: bool) -> tuple[st
         return "a model sharded by FSDP2", "Its ranks weigh their micro-batches: leave accumulate out."
     if noise_scale:
         return "noise_scale=True", "It is measured on weighted micro-batches: leave one of the two out."
-    if job.before_window is not None:
-        return "before_window=", "A joined step sees the whole batch: compute there what before_window returned."
     if job.state == "window" or job.batch_norm != MICRO:
         return "state='window' or batch_norm=", "Joined steps see the whole batch: leave state and batch_norm out."
     return None

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import chain
 from typing import Any, TypeVar
 
 import torch
 
 from autoaccum.data.base import Window
-from autoaccum.data.randomness import seed_all
 from autoaccum.errors import ArgumentError
 from autoaccum.loss.terms import Reduction
 from autoaccum.loss.weighting import Foresight, Tally
@@ -25,7 +25,7 @@ from autoaccum.window.batch_norm import Moved
 from autoaccum.window.ending import Ending
 from autoaccum.window.gradient import Gradient, Repeat
 from autoaccum.window.job import Job
-from autoaccum.window.terms import Terms
+from autoaccum.window.named import Named
 from autoaccum.window.transaction import Transaction
 
 Outcome = TypeVar("Outcome")
@@ -54,10 +54,10 @@ class Told:
     has_changed: bool
     """Whether it has seen what no window before has shown."""
     outputs: dict[str, Any]
-    terms: Terms | None
-    """Those that were weighed one by one; None where there were none."""
-    met: tuple[bool, bool, bool]
-    """What it has met of them."""
+    named: Named | None
+    """Its losses that have names; None where there are none."""
+    counts_by_name: bool
+    """Whether the user has counted the items of each."""
     arrived: Sequence[int]
     """Parameters in the order in which their gradients came, by their places; empty where it was not looked at."""
     came_twice: bool
@@ -115,7 +115,6 @@ def join(told: Sequence[Told], num_samples: int) -> Joined:
     # Ranks count their micro-batches and samples from 0; of the window they come one rank's after the other's.
     index = position = 0
     for each in told:
-        # Of several terms there is no one guess: their totals are those of the window, and so are their weights.
         ratio = each.guess / guess if guess else 1.0
         late += [index + place for place in each.late]
         dropped += [position + place for place in each.dropped]
@@ -150,7 +149,7 @@ class SharedTransaction(Transaction):
         self.heard: list[Any] = []
         """What each rank has told so of the last one."""
         # One rank may run out of memory in a window and others not; its totals are to be the same on all of them.
-        self.several.keeps_shown = True
+        self._keeps_shown = True
         # Sums are on their way in them, each of which was made a parameter's own before it was begun.
         self._gradients.are_in_use = lambda: group.summing.is_begun
         # All ranks weigh by what the last window has counted: what is weighed alike can be added up at once.
@@ -178,30 +177,21 @@ class SharedTransaction(Transaction):
     def begin(self, window: Window) -> None:
         """Begin a window, of which a share was passed."""
         super().begin(window)
-        if self.shared is not None:
-            self._seed = self._group.exchange(torch.initial_seed())[0]
         self._begin_anew(num_of_all_ranks(window))
-        is_alike = bool(self._tally.guess) or self.several.is_on
+        is_alike = bool(self._tally.guess)
         is_measured = self.measures_parts or self.drops_gradients  # of each micro-batch by itself
         self._overlaps = bool(self._order) and self._comes_once and is_alike and not is_measured
         expected = self._ordered(self._gradients.trained()) if self._overlaps else []
         self._group.summing.expect(expected, self._compression)
-        # Nothing is foretold in the midst of a window, which other ranks may not reach, or not so often.
-        self._is_foretold = True
 
-    def prepare(self, size: int) -> None:
-        """Call ``before_window``, where there is one, for the whole window: each rank does, and draws the same."""
-        if self.shared is None:
-            return
-        seed_all(self._seed, self._job.device)
-        super().prepare(size)
-        # Those that follow are the rank's own.
-        self.snapshot.restore_random()
-
-    def _foretell(self) -> None:
-        """Foretell what the terms of the window will count: each rank of its share, which add up to it."""
-        super()._foretell()
-        self.several.hear_foretold(self._group.exchange(self.several.foretold()))
+    def _foretold(self) -> Mapping[str, float] | None:
+        """Count the items of each loss in the window: each rank those of its share, which add up to it."""
+        # As a window begins, which all ranks do; in its midst others may not be reached, or not so often.
+        told = self._group.exchange(super()._foretold())
+        found = [totals for totals in told if totals is not None]
+        if len(found) < len(told):
+            return None
+        return {name: math.fsum(totals.get(name, 0.0) for totals in found) for name in dict.fromkeys(chain(*found))}
 
     def _begin_anew(self, num_samples: int = 0) -> None:
         super()._begin_anew(num_samples)
@@ -236,8 +226,6 @@ class SharedTransaction(Transaction):
 
     def _read_end(self) -> None:
         """Join what all ranks have run of the window, gradients too: from here on each of them has the same."""
-        if self.shared is not None and not self._sizes:
-            self.prepare(2)  # what the function holds moves on a rank without samples too
         super()._read_end()
         trained, summing = self._gradients.trained(), self._group.summing
         # An optimizer may have been given parameters of another type since; there is time for that as yet.
@@ -257,8 +245,8 @@ class SharedTransaction(Transaction):
             norms=self._norms,
             has_changed=self.signs.have_changed,
             outputs=self.outputs.told(),
-            terms=self._terms,
-            met=self.several.met(),
+            named=self._named,
+            counts_by_name=self.counts_by_name,
             arrived=() if self._order else arrived,
             came_twice=summing.came_twice,
             moved=() if self._forwards is None else self._forwards.moved,
@@ -275,7 +263,7 @@ class SharedTransaction(Transaction):
             return
         with undisturbed():  # nothing may fail before gradients are added up, for which others wait
             joined = join(heard, self._num_samples)
-            self._join_terms(heard)
+            self._join_names(heard)
             overlaps = self._overlaps
             self._agree_on_order(heard)
         self._sizes, self._reductions, self._losses = joined.sizes, joined.reductions, joined.losses
@@ -350,21 +338,24 @@ class SharedTransaction(Transaction):
         self.is_joined = self._has_given_up = True
         self._mark = self._known()
 
-    def _join_terms(self, heard: Sequence[Told]) -> None:
-        """Put the terms of all ranks in the place of this one's, where any rank has weighed them one by one."""
-        self.several.hear_met([each.met for each in heard])
-        there = [each.terms for each in heard if each.terms is not None]
-        if there:
-            # Those of a rank that has weighed its losses as a whole are missing, for which the window is run again.
-            self._terms = None
-            terms = self._open_terms()
-            for found in there:
-                terms.absorb(found)
+    def _join_names(self, heard: Sequence[Told]) -> None:
+        """Take the losses of all ranks by their names."""
+        if not self.counts_by_name and any(each.counts_by_name for each in heard):
+            self.counts_by_name, self._is_foretold, self._totals = True, True, {}
+        if all(each.named is None for each in heard):
+            return
+        own = Named(self._num_samples, {}) if self._named is None else self._named
+        joined, first = own.without_micro_batches(), 0
+        for each in heard:
+            if each.named is not None:
+                joined.absorb(each.named, first)
+            first += len(each.sizes)
+        self._named = joined
 
     def _known(self) -> tuple[Any, ...]:
         """Return what the end of a window changes of what is known of the loss."""
         own = (self._has_sums, self._is_deferred, self.drops_nan, self.drops_gradients)
-        return self.several.mark(), self.signs.mark(), own
+        return (self._shown_totals, self._num_repeats), self.signs.mark(), own
 
     def voted(self, outcome: Outcome, stint: Stint) -> Outcome | Repeat:
         """Return what comes of a window for all ranks: where memory ran out on one, the others run it again too.
@@ -389,8 +380,7 @@ class SharedTransaction(Transaction):
     def _undo_end(self) -> None:
         """Forget what the end of a window has shown: memory has run out on some rank, which has not seen all of it."""
         # Ranks that know different things would decide differently, and some wait for what others never do.
-        several, signs, own = self._mark
-        self.several.restore(several)
+        (self._shown_totals, self._num_repeats), signs, own = self._mark
         self.signs.restore(signs)
         self._has_sums, self._is_deferred, self.drops_nan, self.drops_gradients = own
 

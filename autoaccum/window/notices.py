@@ -29,15 +29,6 @@ def more_than_there_are(effective_batch: int, num_samples: int) -> Notice:
     )
 
 
-def run_twice() -> Notice:
-    """Say that windows are run twice, for it is not known beforehand what the terms of their loss count."""
-    return Notice(
-        cause="The loss adds means over numbers of items that nothing in the batch tells beforehand",
-        consequence="Windows that are cut are run twice: once to count, and once more by what was counted",
-        cure="Return the losses as a dict, and pass num_items= a dict of functions (micro-batch) -> count",
-    )
-
-
 def comes_twice() -> Notice:
     """Say that gradients are added up after the backward, for it cannot be told within it when one is whole."""
     return Notice(

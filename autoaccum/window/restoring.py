@@ -6,7 +6,7 @@ import inspect
 import math
 import warnings
 from collections.abc import Mapping, Sequence
-from typing import Any, get_args
+from typing import Any
 
 import torch
 from torch import nn
@@ -28,12 +28,11 @@ from autoaccum._kinds import (
     shown,
     whole,
 )
-from autoaccum.loss.hypotheses import WORDS, TermKind, kinds_in
+from autoaccum.loss.hypotheses import WORDS
 from autoaccum.memory.oom import is_out_of_memory
 from autoaccum.planning.saved import PLAN, TUNER
 from autoaccum.ranks.units import is_distributed
 from autoaccum.window.modules import State, buffer_places, new_buffer_place
-from autoaccum.window.totals import OPERATIONS
 
 _SCALER = entries(
     {
@@ -50,7 +49,6 @@ _SIGNS = entries(
         "graphs": lambda value, entry: _check_graphs(value, entry),
         "modes": optional(every(a(bool))),
         "compares_samples": a(bool),
-        "compares_ones": a(bool),
     },
     # Which came later.
     optionally={
@@ -74,7 +72,7 @@ _OCCASIONS = entries(
 )
 _VERIFIED = entries(
     {
-        "hypothesis": lambda value, entry: _check_hypothesis(value, entry),
+        "hypothesis": one_of(None, *WORDS),
         "drops": parts(a(bool), a(bool)),
         "signs": _SIGNS,
         "occasions": _OCCASIONS,
@@ -83,29 +81,12 @@ _VERIFIED = entries(
         "smallest": whole(1),
     }
 )
-_MEASURE = parts(lambda value, entry: _check_measure(value, entry), number())
-_TERMS = entries(
-    {
-        "kinds": optional(by_name(one_of(*get_args(TermKind)))),
-        "watches": a(bool),
-        "totals": entries(
-            {
-                "known": by_name(every(_MEASURE)),
-                "failures": by_name(whole()),
-                "histograms": every(every(parts(parts(a(str), a(bool)), a(dict)))),
-                "counted": by_name(every(number())),
-            }
-        ),
-    },
-    # Which came later.
-    optionally={"least": by_name(parts(number(0, finite=False), a(bool), a(bool)))},
-)
 _RUNNER = entries(
     {"_checked": a(bool), "_has_sums": optional(a(bool)), "_examining": a(bool), "_deferred": a(bool)},
     # Which came later.
     optionally={
         "verified": _VERIFIED,
-        "terms": _TERMS,
+        "by_name": a(bool),
         "outputs": a(bool),
         "counted": parts(number(), whole(1)),
         "arrivals": every(whole()),
@@ -179,26 +160,6 @@ def _check_graphs(value: Any, entry: str) -> None:
     for size, marks in value.items():
         whole(1)(size, entry)
         parts(whole(), a(str), every(a(str), tuple))(marks, below(entry, size))
-
-
-def _check_hypothesis(value: Any, entry: str) -> None:
-    """Check a hypothesis, or that there is none."""
-    if type(value) is str and value not in WORDS:
-        try:
-            by_name(one_of(*get_args(TermKind)))(kinds_in(value), entry)
-            return
-        except ValueError:  # no JSON; what is refused is of another type
-            pass
-    one_of(None, *WORDS)(value, entry)
-
-
-def _check_measure(value: Any, entry: str) -> None:
-    """Check what is counted in a batch."""
-    if value == ("samples",):
-        return
-    weighs = type(value) is tuple and value[:1] == ("weights",)
-    last = every(parts(number(), number()), tuple) if weighs else number(nan=True)
-    parts(one_of("weights", *OPERATIONS), a(str), a(bool), last)(value, entry)
 
 
 def check_like(value: Any, present: Any, entry: str) -> None:

@@ -7,14 +7,14 @@ one that has no samples left runs one that weighs nothing. After each of them al
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Literal, TypeVar
 
 import torch
 
 from autoaccum.errors import ArgumentError, NothingFitsError
 from autoaccum.loss.reductions import read_by
-from autoaccum.loss.terms import Reduction
+from autoaccum.loss.terms import Count, Reduction
 from autoaccum.loss.weighting import Foresight, Tally, weighted_backward
 from autoaccum.memory.oom import is_out_of_memory
 from autoaccum.planning.attempts import Attempt, Piece, pieces_of
@@ -28,7 +28,6 @@ from autoaccum.window.ending import Ending
 from autoaccum.window.job import Job
 from autoaccum.window.joining import SharedTransaction, Told
 from autoaccum.window.single_samples import SingleSampleError
-from autoaccum.window.terms import Terms
 
 T = TypeVar("T")
 Due = Literal["word", "micro-batch", "nothing"]
@@ -166,14 +165,14 @@ class ShardedTransaction(SharedTransaction):
         """Run the backward of a micro-batch, which adds up gradients by itself."""
         super(SharedTransaction, self)._backward(accumulate, size)
 
-    def _open_terms(self) -> Terms:
-        """Refuse to weigh terms one by one.
+    def _add_by_name(self, batch: Any, num_samples: int, counted: Mapping[str, Count]) -> None:
+        """Refuse to weigh losses one by one.
 
         Raises:
             ArgumentError: always.
         """
-        cure = "Its terms count different items, which are not told between its micro-batches: do not call fully_shard."
-        raise ArgumentError("model", "a sharded model", "a loss of one term", cure)
+        cure = "Several losses are not weighed one by one where a model is sharded: do not call fully_shard."
+        raise ArgumentError("num_items", list(counted), "a count for one loss", cure)
 
     def _make_room(self, parameters: Sequence[torch.Tensor]) -> None:
         """Take none: gradients are added up already."""

@@ -64,7 +64,8 @@ class State:
         """Every module, each once."""
         # Attributes of these may be rebound or written to: counters, caches, queues, lists that are appended to.
         self._held = held
-        self.remember_attributes()
+        # An object in an attribute, such as a counter or a metric, is state as well.
+        self._attributes = Attributes([*self.layers, *held.objects, *objects_of(self.layers)], held.containers)
         self._cells = [(cell, cell.cell_contents) for cell in held.cells]
         self._names = [(namespace, name, namespace[name]) for namespace, name in held.names]
         self._parameters = parameters
@@ -81,12 +82,6 @@ class State:
         self._generators = [(generator, generator_state(generator)) for generator in generators]
         known = {} if like is None else dict(zip(map(id, like._moving), like._values, strict=True))
         self._values: list[torch.Tensor] = insist(partial(self._copy, known), "the state was laid aside")
-
-    def remember_attributes(self) -> None:
-        """Remember attributes as they are now, in place of what was remembered of them."""
-        # An object in an attribute, such as a counter or a metric, is state as well.
-        objects = [*self.layers, *self._held.objects, *objects_of(self.layers)]
-        self._attributes = Attributes(objects, self._held.containers)
 
     def _to_copy(self, written: Iterable[torch.Tensor], trained: set[int]) -> list[torch.Tensor]:
         """Return the parameters whose values are to be kept."""
@@ -146,10 +141,6 @@ class State:
     def _are_values_the_same(self) -> bool:
         pairs = zip(self._moving, self._values, strict=True)
         return all(tensor.shape == value.shape and same(tensor, value) for tensor, value in pairs)
-
-    def attributes_changed(self) -> bool:
-        """Return whether a module, or an object whose method is called, holds other things now."""
-        return self._attributes.have_changed()
 
     def foreign_draws(self) -> bool:
         """Return whether Python's or NumPy's generator has moved since: what it draws has no rows."""

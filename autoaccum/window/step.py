@@ -19,7 +19,7 @@ from autoaccum.events import Event, Joined, Notice, OutOfMemory, StepSkipped
 from autoaccum.memory import clock
 from autoaccum.memory.base import Memory
 from autoaccum.memory.limit import Limit
-from autoaccum.memory.oom import RanOut, attempt, beyond_plans, insist, without_frames
+from autoaccum.memory.oom import RanOut, attempt, beyond_plans, without_frames
 from autoaccum.memory.waiting import Patience, Shortage
 from autoaccum.planning.attempts import Attempt, Piece
 from autoaccum.planning.cuts import Lengths
@@ -169,9 +169,6 @@ class Step:
             gradient, replays = self._run(window, plan)
             if not gradient.items:
                 self.announcer.say_once(notices.nothing_counts(self.number + 1))
-            # It costs time and no exactness; whoever knows the counts can say them.
-            if gradient.is_unforeseen:
-                self.announcer.say_once(notices.run_twice())
             if self.compilations.of_window:
                 self.compilations.tell(self.number + 1, self._emit, self.announcer.say_once)
             refused = None
@@ -193,7 +190,7 @@ class Step:
         if refused is not None and self._sharded is not None:
             raise refused  # what would help is measured by forwards, which one rank cannot run alone
         if refused is not None:
-            batch, saved = partial(self.transaction.alone, window), self.saving.saved
+            batch, saved = partial(window.micro_batch, 0), self.saving.saved
             raise advised(refused, self.job, batch, self._memory, self.limit.bytes, saved)
         if not self.saving.is_off and (measured := self.saving.committed(self.number + 1)) is not None:
             self.announcer.tell(measured)
@@ -400,8 +397,6 @@ class Step:
             self.saving.begin_attempt()
         for piece in pieces if self._sharded is None else self._sharded.cut(pieces):
             self._piece = piece  # what is to blame if it runs out of memory
-            if not sizes:
-                self.transaction.prepare(piece.size)
             self.compilations.size = piece.size
             with self.meter.measuring(piece) as reading:
                 self.transaction.add(piece)
@@ -480,6 +475,8 @@ class Step:
                 self.announcer.tell(notice)
         for event in found.events:
             self.announcer.tell(event)
+        if found.is_put_off:
+            return self._examined(window, gradient)
         if found.hides_items:
             self.compilations.forgo()
         if found.smallest > self._fewest_told:
@@ -491,7 +488,6 @@ class Step:
             return Repeat(sizes=(window.num_samples,))
         if found.again:
             return Repeat(sizes=gradient.own)
-        insist(self.transaction.several.confirm, "what terms count was learnt")
         return gradient
 
     @property
@@ -648,7 +644,6 @@ class Step:
         found, state, examiner.withheld, examiner.uncertain = group.from_first(examined)
         if not group.is_first:
             examiner.load_state_dict(state)
-            self.transaction.several.told = found.told
             self.transaction.signs.have_changed = self.transaction.signs.has_suspects = False
         return found  # type: ignore[no-any-return]
 
@@ -723,7 +718,7 @@ class Step:
 
     def _smallest_batch(self, window: Window) -> Callable[[], Any]:
         """Return what reads the smallest micro-batch of a window."""
-        return partial(self.transaction.alone, window, max(self.tuner.cut(window.num_samples, 1)))
+        return partial(window.micro_batch, 0, max(self.tuner.cut(window.num_samples, 1)))
 
     def apply(self, gradient: Gradient, again: Callable[[], Gradient] | None = None) -> bool:
         """Step the optimizer; return False when that was left out, for there was nothing to step on.

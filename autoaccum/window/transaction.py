@@ -14,8 +14,7 @@ How large the pieces are, and what becomes of a failure, is for others to decide
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -23,32 +22,32 @@ import torch
 
 from autoaccum.data.base import Window
 from autoaccum.data.batches import flatten
-from autoaccum.loss.conclusions import DIFFERING, doubt_of_unknown, num_contributing
+from autoaccum.errors import ArgumentTypeError
+from autoaccum.loss.conclusions import num_contributing
 from autoaccum.loss.counting import count_each, count_items
-from autoaccum.loss.hypotheses import OF_ONE, STATED, SUMS, Conclusion, Hypothesis
-from autoaccum.loss.reductions import has_some, read_by, without_graph
-from autoaccum.loss.shared import Sharer
+from autoaccum.loss.hypotheses import PLAIN_SUM, STATED, SUMS, Hypothesis
+from autoaccum.loss.reductions import is_one, plain_mean, read_by, without_graph
 from autoaccum.loss.stated import Computed, LossOf
-from autoaccum.loss.terms import NOTHING, Count, Reduction
-from autoaccum.loss.values import Values
-from autoaccum.loss.weighting import Foresight, Seeds, Tally, conclude_by, counting_nothing, weighted_backward
+from autoaccum.loss.terms import NOTHING, Count, Division, Reduction, divisor_of
+from autoaccum.loss.weighting import Foresight, Seeds, Tally, conclude_by, weighted_backward
 from autoaccum.memory.oom import insist
 from autoaccum.planning.attempts import Piece
-from autoaccum.ranks.shares import measured_by_first, same_part, whole_of
 from autoaccum.window import contributions
 from autoaccum.window.batch_norm import forwards_of
 from autoaccum.window.contributions import Contributions, Parts
-from autoaccum.window.ending import Ending
+from autoaccum.window.ending import Ending, Late
 from autoaccum.window.gradient import Gradient, Gradients, Repeat, Signs, count_nodes, nothing_counts
 from autoaccum.window.job import Forward, Job, is_slow_to_read
+from autoaccum.window.named import Named, counted_beforehand
 from autoaccum.window.outputs import Outputs
 from autoaccum.window.precision import fresh_scaler
 from autoaccum.window.raised import of_window, tell_micro_batch
-from autoaccum.window.several import Several
 from autoaccum.window.single_samples import may_need_another, of_one
 from autoaccum.window.snapshot import Snapshot
 from autoaccum.window.state import State
-from autoaccum.window.terms import Terms
+
+_MOST_REPEATS = 2
+"""Times that a window is run again because it holds other numbers of items than were counted before."""
 
 
 class Transaction:
@@ -66,7 +65,6 @@ class Transaction:
         *,
         clip_norm: float | None = None,
         noise_scale: bool = False,
-        sharing: Sharer | None = None,
     ) -> None:
         """Set up, and take the memory that remembering the state will need.
 
@@ -74,7 +72,6 @@ class Transaction:
             job: what is computed.
             clip_norm: the 2-norm to clip each window's gradient to; None: it is measured alone.
             noise_scale: whether windows that are cut tell of the noise in their gradient.
-            sharing: what calls the job's ``before_window``; None where there is none.
         """
         self._job = job
         self._autocast, self._forwards = job.autocast, forwards_of(job.batch_norm, job.modules, job.autocast)
@@ -102,22 +99,18 @@ class Transaction:
         self._foresight = Foresight(is_used=self._is_slow_to_read)
         self.drops_nan = False
         """Whether a micro-batch whose loss is not a number counts nothing, for someone sees to it that this is so."""
-        self.ones_are_none = False
-        """Whether every count of 1 is taken for one of none: for whoever measures whether that explains an error."""
         self.drops_gradients = False
         """Whether one whose gradient is not finite counts nothing, where others were measured to be finite."""
-        self.sharing = sharing
-        """What calls the job's ``before_window``; None where there is none."""
-        self.shared: Any = None
-        """The window, while one is open whose micro-batches share something."""
         self._window: Window  # while one is open
-        self._begun: State | None = None  # how the window began, where its micro-batches are to begin likewise
-        self._found: State | None = None  # what each of them is to find: the same, but for what before_window moves
+        self._begun: State | None = None  # how the window began, where its micro-batches begin likewise
         self._nodes = 0  # of the last forward's graph
-        count = None if job.num_items is None else partial(count_each, job.num_items)
-        self.several = Several(job.num_items, job.reduction, count)
-        """What is known of the terms of the loss, where they are weighed one by one."""
-        self._is_foretold = True  # whether it was asked what the terms of this window will count
+        self.counts_by_name = isinstance(job.num_items, Mapping | list | tuple)
+        """Whether the user counts the items of each of several losses; of a function its first result tells."""
+        self._totals: Mapping[str, float] = {}  # items of each loss in this window, counted before it is run
+        self._is_foretold = True  # whether it was tried to count these
+        self._shown_totals: Mapping[str, float] | None = None  # what its last attempt has counted, where these differ
+        self._keeps_shown = False  # whether those hold for all later attempts at the window
+        self._num_repeats = 0  # of the window, for totals that differ
         self.outputs = Outputs()
         """What is returned beside the losses of the window."""
         self.is_open = False
@@ -137,51 +130,27 @@ class Transaction:
     def begin(self, window: Window) -> None:
         """Begin a window: remember what it may change."""
         self._window = window
-        if self.sharing is not None:
-            # Those that are measured are so already.
-            self.shared = window if hasattr(window, "prepare") else self.sharing.begin(measured_by_first(window))
-            self._window = same_part(window, self.shared)
         self._gradients.drop()  # of the window before: their memory may be what the copies need
         if self.is_unscaled:  # a window that was never stepped on, for something was raised between the two
             self._renew_scaler()
         self.snapshot.take()
         self.signs.of_modes(self.snapshot.modes())
-        self._begun = self._found = self._state() if self._job.state == "window" else None
-        self.is_open, self._is_foretold, self.several.opens = True, False, False
-        self.several.told, self.several.unlearnt = {}, None
+        self._begun = self._state() if self._job.state == "window" else None
+        self.is_open, self._is_foretold, self._shown_totals, self._num_repeats = True, False, None, 0
         self._begin_anew(window.num_samples)
 
     def _state(self) -> State:
         return State(self._job.modules, self._job.functions, self._job.device, self.trained())
 
-    def prepare(self, size: int) -> None:
-        """Call ``before_window``, where there is one, with room for forwards of ``size`` samples.
-
-        It is done once an attempt, before its first micro-batch, and is undone with all else by ``roll_back``.
-
-        Raises:
-            SingleSampleError: one sample of several was run, and may need another.
-        """
-        # Before the first micro-batch and not within it: what this takes is no part of what a trial measures.
-        if self.shared is not None:
-            self.shared.prepare(size)
-            # What it has moved, such as an average of its own, has moved for all micro-batches.
-            self._found = None if self._begun is None else self._state()
-
-    def alone(self, window: Window, size: int) -> Any:
-        """Return the first samples of a window, as a micro-batch that is all of its window."""
-        batch = window.micro_batch(0, size)
-        return batch if self.sharing is None else self.sharing.alone(batch)
-
     def _begin_anew(self, num_samples: int = 0) -> None:
         self._num_samples, self.is_joined, self.is_abandoned = num_samples, False, False
-        self._terms: Terms | None = None  # where each has a weight of its own
-        if self.several.is_on or self.hypothesis not in OF_ONE:
-            self._begin_terms()
+        self._named = self._begin_named(num_samples) if self._weighs_by_name else None
         self._computed: Computed | None = None  # by the last forward, where that is more than one loss
         if self.outputs.are_there or self.outputs.have_missed:
             self.outputs.begin()
-        self._tally = Tally(num_samples, deferred=self._is_deferred, total=self._foresight.begin(num_samples))
+        # What losses with a weight each add to the window is summed.
+        total = 1.0 if self._weighs_by_name else self._foresight.begin(num_samples)
+        self._tally = Tally(num_samples, deferred=self._is_deferred, total=total)
         self._sizes, self._reductions = list[int](), list[Reduction]()
         self._losses: list[torch.Tensor | None] = []  # of each micro-batch; None where nothing counts
         self.signs.begin()
@@ -198,8 +167,8 @@ class Transaction:
         Raises:
             SingleSampleError: it has one sample of several, and may need another.
         """
-        if self._found is not None and self._sizes:
-            self._found.restore(random=False)  # so that each finds the state that the whole window would
+        if self._begun is not None and self._sizes:
+            self._begun.restore(random=False)  # so that each finds the state that the whole window would
         batch = self.snapshot.read_by(lambda: self._window.micro_batch(piece.start, piece.size))
         # What fails with the reading of the data, above, would fail again, and may not be read twice.
         try:
@@ -214,11 +183,11 @@ class Transaction:
     def _compute(self, batch: Any, piece: Piece) -> None:
         num_items = self._job.num_items if self.hypothesis in (None, "num_items") else None
         counted = None if num_items is None else count_items(num_items, batch)
+        by_name = isinstance(counted, dict)
+        if counted is not None and by_name is not self.counts_by_name and (self._sizes or self.counts_by_name):
+            raise ArgumentTypeError("num_items", counted, "a dict for every micro-batch, or a number for every one")
         if isinstance(counted, dict):
-            self.several.counts_by_name = True
-            self._open_terms()
-        if self._terms is not None:
-            self._compute_terms(batch, piece, counted if isinstance(counted, dict) else {})
+            self._add_by_name(batch, piece.size, counted)
             return
         if isinstance(counted, float) and not counted:
             reduction = Reduction(counted)
@@ -227,10 +196,10 @@ class Transaction:
             self._take_outputs_alone(batch, piece.size)
         else:
             loss = self._forward(batch, piece.size)
-            if self._computed is not None and self._computed.terms and self.several.are_open(self.hypothesis):
-                self.several.has_names = True  # several losses, as the user says
-                self._add_terms(loss, {}, None, piece.size)
-                return
+            if self._computed is not None and self._computed.terms and loss is not None:
+                if self._named is None:
+                    self._named = Named(self._num_samples, {})
+                self._named.keep(len(self._sizes), self._computed.terms)
             self._take_outputs(piece.size)
             if loss is None:
                 reduction = NOTHING
@@ -248,53 +217,53 @@ class Transaction:
         """Return how the loss of a micro-batch was reduced."""
         return read_by(self.hypothesis, loss, num_samples, counted=counted, waits=not self._is_deferred)
 
-    def _compute_terms(self, batch: Any, piece: Piece, counted: dict[str, Count]) -> None:
-        """Add a micro-batch whose terms are weighed one by one; ``counted`` is what the user counts of them."""
-        with Values() if self.several.watches else nullcontext() as values:
-            loss = self._forward(batch, piece.size)
-        self._add_terms(loss, counted, values, piece.size)
+    @property
+    def _weighs_by_name(self) -> bool:
+        """Return whether each of several losses has a weight of its own: its share of what the user counts."""
+        return self.counts_by_name and self.hypothesis in (None, "num_items")
 
-    def _begin_terms(self) -> None:
-        """Begin an attempt at a window whose terms are weighed one by one, or may be."""
-        if not self._is_foretold:  # once a window, and not for those of most runs
-            self._foretell()
-        # What the attempt before has shown is known now; and what is held may have changed in between.
-        self.several.begin_attempt()
-        has_names = self.several.has_names and self.several.are_open(self.hypothesis)
-        if self.several.opens or has_names or self.several.kinds(self.hypothesis) is not None:
-            self._open_terms()
+    def _begin_named(self, num_samples: int) -> Named:
+        """Begin an attempt at a window whose losses are weighed one by one."""
+        if not self._is_foretold:  # once a window
+            self._totals, self._is_foretold = self._foretold() or {}, True
+        totals = self._totals if self._shown_totals is None else self._shown_totals
+        if not self._keeps_shown:  # an attempt that runs out of memory is run again as if it had never been
+            self._shown_totals = None
+        return Named(num_samples, totals)
 
-    def _foretell(self) -> None:
-        """Foretell what the terms of the window will count, as far as anything is known of that."""
-        self._is_foretold = True
-        self.several.begin(self._window, self.hypothesis)
+    def _foretold(self) -> Mapping[str, float] | None:
+        """Count the items of each loss in the window; return None where that fails."""
+        num_items = self._job.num_items
+        assert num_items is not None
+        try:
+            return counted_beforehand(self._window, partial(count_each, num_items))
+        except Exception:  # of which the window itself will tell, as of what it counts
+            return None
 
-    def _open_terms(self) -> Terms:
-        """Weigh the terms of the window one by one, from its first micro-batch on."""
-        if self._terms is None:
-            known, self.several.is_on = self.several.known, True
-            kinds, stated = self.several.kinds(self.hypothesis) or {}, self._job.reduction
-            late = self._is_deferred, self.several.is_unforeseen
-            self._terms = Terms(self._num_samples, kinds, known, deferred=late[0], is_unforeseen=late[1], stated=stated)
-        return self._terms
-
-    def _add_terms(
-        self, loss: torch.Tensor | None, counted: dict[str, Count], values: Values | None, size: int
-    ) -> None:
-        terms = self._open_terms()
-        self._sizes.append(size)
+    def _add_by_name(self, batch: Any, num_samples: int, counted: Mapping[str, Count]) -> None:
+        """Add a micro-batch each of whose losses has a weight of its own."""
+        if not self.counts_by_name:  # the first one of a run, of whose window nothing was counted before
+            self.counts_by_name, self._is_foretold, self._totals = True, True, {}
+            self._named = Named(self._num_samples, {})
+            self._tally = Tally(self._num_samples, deferred=self._is_deferred, total=1.0)
+        index, loss = len(self._sizes), self._forward(batch, num_samples)
+        assert self._named is not None
+        weighed, divisions = None, tuple[Division, ...]()
         if loss is None:
-            terms.leave_out(size)
+            self._named.keep(index, {})
+        else:
+            computed = self._computed or Computed(loss)
+            weighed, divisions = self._named.weigh(index, computed, counted, num_samples)
+        self._take_outputs(num_samples)
+        if loss is None or weighed is None:
+            self._tally.weight(num_samples, 0.0)
             self._losses.append(None)
-            self._reductions.append(NOTHING)
-            return
-        computed = self._computed or Computed(loss)
-        self._take_outputs(size)
-        self._losses.append(loss.detach())
-        reduction, backward = terms.add(computed, counted, size, values, self._scaled)
-        self.signs.see_graph(len(self._sizes) - 1, size, self._nodes, loss, reduction)
-        self._backward(backward, size)
-        self._reductions.append(reduction)
+        else:
+            reduction = Reduction(1.0, divisions=divisions)
+            self.signs.see_graph(index, num_samples, self._nodes, loss, reduction)
+            self._add(weighed, reduction, num_samples)
+        self._reductions.append(plain_mean(1.0))
+        self._sizes.append(num_samples)
 
     def _take_outputs(self, num_samples: int) -> None:
         """Keep what was returned beside a loss, and let its graph go, which backward is to free."""
@@ -332,11 +301,8 @@ class Transaction:
     def _add(self, loss: torch.Tensor, reduction: Reduction, num_samples: int) -> None:
         """Add the gradient of a loss, weighted, and keep its value."""
         if self._counts_nothing(loss, num_samples):
-            # Where some of its terms have items, it is they that are to be weighed by themselves.
-            if not has_some(reduction):
-                reduction = NOTHING
-                self._dropped.append(sum(self._sizes))
-                self.signs.have_changed = True  # that it counts nothing is a guess, which is to be measured
+            self._dropped.append(sum(self._sizes))
+            self.signs.have_changed = True  # that it counts nothing is a guess, which is to be measured
             self._tally.weight(num_samples, 0.0)
             self._losses.append(None)
             return
@@ -370,7 +336,7 @@ class Transaction:
         if not (self.measures_parts or self.drops_gradients) or size == self._num_samples:
             accumulate()
             return
-        drops = self._leaves_out if self.drops_gradients and self._terms is None else None
+        drops = self._leaves_out if self.drops_gradients else None
         if (norm := self._contributions.add(accumulate, self._gradients, drops)) is not None and self.measures_parts:
             self._norms[len(self._losses) - 1] = norm
 
@@ -406,10 +372,7 @@ class Transaction:
         ending = self._read_end()
         if self.is_abandoned:
             return Repeat(sizes=own)
-        if self._terms is not None:
-            return self._finish_terms(self._terms, ending)
         sizes, reductions, tally = tuple(self._sizes), self._reductions, self._tally
-        is_doubtful = self._leave_out_what_counts_nothing()
         counts = tally.read()
         if not any(counts) and self._divided_by_zero is not None:  # in every micro-batch that has a loss
             raise self._divided_by_zero
@@ -418,43 +381,53 @@ class Transaction:
             return Repeat(sizes=own)
         if not any(counts):
             return nothing_counts(sizes, own)
-        late = [index for index in tally.late_zeros() if self._losses[index] is not None]
-        if late and not self._is_sound(ending):
+        late = any(self._losses[index] is not None for index in tally.late_zeros())
+        if (late or (self._named is not None and self._named.has_late_zero())) and not self._is_sound(ending):
             return Repeat(sizes=own)
         self._losses = [loss if count else None for loss, count in zip(self._losses, counts, strict=True)]
         losses = [micro_loss for micro_loss in self._losses if micro_loss is not None]
-        found = conclude_by(self.hypothesis, self._job.reduction, self._sizes, self._reductions, is_doubtful)
-        if found.kinds:
-            self.several.propose(found.kinds, reductions)
+        found = PLAIN_SUM
+        if not self._weighs_by_name:
+            found = conclude_by(self.hypothesis, self._job.reduction, sizes, reductions, has_zeros=self._has_zeros())
+        elif self._are_totals_wrong(losses):
             return Repeat(sizes=own)
         has_constants = len(sizes) > 1 and any(reduction.constants for reduction in reductions)
         if has_constants and any(self._is_sum(reduction) is not found.is_sum for reduction in reductions):
             self._has_sums = found.is_sum
             return Repeat(sizes=own)
         suspects: tuple[int, ...] = ()
-        if len(sizes) > 1:
+        if len(sizes) > 1 and not self._weighs_by_name:
             self.signs.of_counts(sizes, counts, reductions)
             suspects = self.signs.suspects(sizes, counts, reductions, self._losses)
-        correction = tally.correction(found.is_sum)
-        parts, noise = self._parts(counts, found.is_sum, correction, ending)
+        correction, total = tally.correction(found.is_sum), tally.total(found.is_sum)
+        named: Mapping[str, torch.Tensor] = {}
+        uncounted = counts
+        if self._named is not None:
+            named = self._named.losses([divisor_of(count) / total for count in counts])
+        if self._named is not None and self._weighs_by_name:
+            counts, uncounted = self._named.counting(sizes)
+        else:
+            self._foresight.see(total, self._num_samples, losses[0].dtype)
+        parts, noise = self._parts(counts, found.is_sum and not self._weighs_by_name, correction, ending)
         if correction != 1:
             self._gradients.scale(correction)
-        self._foresight.see(tally.total(found.is_sum), self._num_samples, losses[0].dtype)
         return Gradient(
             sizes=sizes,
             own=own,
             grad_norm=self._unscaled_and_clipped(correction, ending),
             loss=tally.loss(losses, found.is_sum),
+            outputs=named,
             overflow=None if ending is None else ending.overflow(),
             items=sum(counts),
             parts=parts,
             noise=noise,
             dropped=tuple(self._dropped),
-            uncounted=self.signs.uncounted(sizes, counts),
+            uncounted=self.signs.uncounted(sizes, uncounted),
             counts=tuple(counts),
             reductions=tuple(reductions),
             suspects=suspects,
             conclusion=found,
+            is_by_name=self._weighs_by_name,
         )
 
     def _read_end(self) -> Ending | None:
@@ -469,7 +442,7 @@ class Transaction:
                 self.is_unscaled = True
                 ending.unscale(self.scaler, self._job.optimizer)
             ending.measure(clips=self._clip_norm is not None)
-        others = [other for other in (self._tally, self.outputs, self._terms) if other is not None]
+        others: list[Late] = [self._tally, self.outputs, *([] if self._named is None else [self._named])]
         if (known := ending.read(self._losses, self._reductions, self._norms, others)) is not None:
             self._losses, self._reductions, self._norms = known
             self.signs.see_late(self._reductions)
@@ -481,50 +454,24 @@ class Transaction:
         self._is_deferred = self._is_deferred and is_finite
         return is_finite
 
-    def _finish_terms(self, terms: Terms, ending: Ending | None) -> Gradient | Repeat:
-        """Complete the gradient of terms that were weighed one by one; run the window again if that was wrong."""
-        sizes = tuple(self._sizes)
-        if not terms.are_of_all(sizes):  # those before have another weight, that of a loss of one term
-            self.several.opens = True
-            return Repeat(sizes=self.own_sizes)
-        is_late = len(sizes) > 1 and terms.has_late_zero() and not self._is_sound(ending)
-        doubts = self.signs.in_doubt(self.several.settle(terms, whole_of(self._window), sizes))
-        counting, in_all = terms.counting()
-        if not any(counting) and self._divided_by_zero is not None:
-            raise self._divided_by_zero
-        if not any(counting):
-            return nothing_counts(sizes, self.own_sizes)
-        # All that is wrong with a run of the window is found out at once, so that it is run once more and not thrice.
-        is_wide = any(loss is not None and loss.dtype == torch.float64 for loss in self._losses)
-        is_wrong = self.several.are_wrong(terms, self.hypothesis, sizes, is_wide=is_wide)
-        if is_wrong or is_late:
-            return Repeat(sizes=self.own_sizes)
-        # It is measured again, as where a forward draws what no replay repeats.
-        if self.several.are_unsettled() or (terms.differs and len(sizes) > 1):
-            self.signs.have_changed = True
-        doubt = DIFFERING if terms.differs else doubt_of_unknown(self._reductions)
-        self.several.learn(terms, whole_of(self._window), sizes, waits=bool(doubts))
-        (parts, noise), (loss, named) = self._parts(counting, False, 1.0, ending), terms.losses()
-        return Gradient(
-            sizes=sizes,
-            own=self.own_sizes,
-            grad_norm=self._unscaled_and_clipped(1.0, ending),
-            overflow=None if ending is None else ending.overflow(),
-            loss=loss,
-            outputs=named,
-            items=sum(counting),
-            parts=parts,
-            noise=noise,
-            dropped=tuple(self._dropped),
-            uncounted=self.signs.uncounted(sizes, in_all),
-            counts=tuple(counting),
-            reductions=tuple(self._reductions),
-            doubts=doubts,
-            knows_loss=not terms.lacks_values,
-            conclusion=Conclusion(False, doubt, terms.kinds()),
-            differs=terms.differs,
-            is_unforeseen=self.several.is_unforeseen,
-        )
+    def _has_zeros(self) -> bool:
+        """Return whether a loss that was divided by 1 is 0, as where a mask is empty."""
+        # tolist() reads a loss without an operation, which a dispatch mode would see and fail on.
+        pairs = zip(self._reductions, self._losses, strict=True)
+        return any(loss is not None and is_one(reduction) and not loss.tolist() for reduction, loss in pairs)
+
+    def _are_totals_wrong(self, losses: Sequence[torch.Tensor]) -> bool:
+        """Return whether the window has to be run again, for it holds other numbers of items than it was taken to."""
+        assert self._named is not None
+        other = self._named.other_totals(is_wide=losses[0].dtype == torch.float64)
+        if other is None:
+            return False
+        if self._num_repeats == _MOST_REPEATS:  # it holds others each time, as where a forward draws what counts
+            self.signs.have_changed = True  # it is measured
+            return False
+        self._num_repeats += 1
+        self._shown_totals = other
+        return True
 
     def _unscaled_and_clipped(self, correction: float, ending: Ending | None) -> torch.Tensor | None:
         """Take the loss scale out of the gradient, and clip it; return the norm that it had."""
@@ -535,15 +482,6 @@ class Transaction:
             self.scaler.unscale_(self._job.optimizer)
         return self._gradients.norm() if self._clip_norm is None else self._gradients.clip(self._clip_norm)
 
-    def _leave_out_what_counts_nothing(self) -> bool:
-        """Drop micro-batches whose count of 1 stands for none; return whether that is in doubt for any of them."""
-        self._tally.read()  # one wait for the device, rather than one for each loss
-        nothing, is_doubtful = counting_nothing(self._sizes, self._reductions, self._losses, self.ones_are_none)
-        for index in nothing:
-            self._tally.leave_out(index)
-            self._losses[index] = None
-        return is_doubtful
-
     def _parts(self, counts: Sequence[float], is_sum: bool, correction: float, ending: Ending | None) -> Parts:
         """Return what each micro-batch adds to the window's gradient, which is yet to be corrected, and its noise."""
         if not self._norms:
@@ -553,7 +491,7 @@ class Transaction:
 
     def commit(self) -> None:
         """Give up the window, whose end this is, and all that was kept to run it again."""
-        self.is_open, self._begun, self._found, self.shared, self.several.unlearnt = False, None, None, None, None
+        self.is_open, self._begun = False, None
         self._foresight.commit()
         del self._window
         # Even a loss is memory of the device, which the optimizer's step may need.
@@ -576,8 +514,6 @@ class Transaction:
         self.snapshot.restore()
         if self._begun is not None:
             self._begun.restore()
-        if self.shared is not None:
-            self.shared.roll_back()
         self._renew_scaler()
 
     def _renew_scaler(self) -> None:
@@ -587,7 +523,8 @@ class Transaction:
 
     def state_dict(self) -> dict[str, Any]:
         """Return what was found out about the loss, and the loss scale."""
-        found = {"_has_sums": self._has_sums, "_deferred": self._is_deferred, **self.several.state_dict()}
+        found: dict[str, Any] = {"_has_sums": self._has_sums, "_deferred": self._is_deferred}
+        found |= {"by_name": True} if self.counts_by_name else {}
         found |= {"scaler": None if self.scaler is None else self.scaler.state_dict()}
         # What came later is there only once it says something.
         found |= {"outputs": True} if self.outputs.are_there else {}
@@ -597,7 +534,8 @@ class Transaction:
         """Put back what ``state_dict`` returned."""
         self._has_sums, self._is_deferred = state["_has_sums"], state["_deferred"]
         self.outputs.are_there = state.get("outputs", False)
-        for part in (self._foresight, self._contributions, self.several):
+        self.counts_by_name = self.counts_by_name or state.get("by_name", False)
+        for part in (self._foresight, self._contributions):
             part.load_state_dict(state)
         if self.scaler is not None and state["scaler"] is not None:
             self.scaler.load_state_dict(state["scaler"])

@@ -131,7 +131,6 @@ def test_check_prints_json(tiny: Callable[..., str], capsys: pytest.CaptureFixtu
     assert shown["hypotheses"]["sum"] > 0.1 > shown["tolerance"] > shown["error"]
 
 
-@pytest.mark.joined
 def test_check_exits_with_1_where_it_is_not_exact(tiny: Callable[..., str], capsys: pytest.CaptureFixture[str]) -> None:
     recipe = tiny("'training_step': lambda model, batch: model(batch[0]).mean() ** 2, 'loss_fn': None,")
     assert main(["check", recipe, "--device", "cpu", "--accumulate", "weighted"]) == 1

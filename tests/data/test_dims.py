@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import ones, zeros
 
-from autoaccum.data.dims import AtDim, check_dims, hint_of, may_be_time_first
+from autoaccum.data.dims import AtDim, check_dims, hint_of
 from autoaccum.data.sources import open_source
 from autoaccum.errors import ArgumentError, ArgumentTypeError, DataError, RaggedBatchError
 
@@ -120,13 +120,6 @@ class TestHints:
 
     def test_of_a_hidden_state_beside_rows_the_reason_is_told(self) -> None:
         assert "A hidden state" in hint_of((ones(4, 5, 3), (ones(1, 4, 6), ones(1, 4, 6)), ones(4)))
-
-    def test_what_may_have_its_samples_in_dim_1(self) -> None:
-        assert may_be_time_first((ones(5, 4, 3), ones(5, 4)))
-        assert not may_be_time_first((ones(5, 4, 3), ones(5, 2)))
-        assert not may_be_time_first((ones(5, 4), ones(5, 4)))
-        assert not may_be_time_first((ones(5, 3, 8, 8), ones(5))), "labels say where samples lie"
-        assert not may_be_time_first((ones(5, 1, 8, 8), ones(5, 1)))
 
 
 class TestTensorsAsData:

@@ -421,6 +421,7 @@ class TestVerified:
         (notice,) = [event for event in result.events if isinstance(event, Notice)]
         assert "not all of which are seen to normalise by batch_norm='ghost:8'" in notice.cause
 
+    @pytest.mark.weighted
     @pytest.mark.filterwarnings("ignore:The (model holds|loss is neither)")
     def test_what_is_announced_of_micro_batches_names_this_cure(self) -> None:
         result = fit(convolutions()[:-2], micro_batch=8, batch_norm="micro")

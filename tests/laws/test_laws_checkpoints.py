@@ -71,7 +71,6 @@ def killed(run_dir: Path, place: str) -> None:
     fit(run_dir, callbacks=[kill])
 
 
-@pytest.mark.joined  # as in the process that is killed
 @pytest.mark.parametrize("place", PLACES)
 def test_killed_while_a_checkpoint_is_written(place: str, tmp_path: Path) -> None:
     """The run goes on from the one before, and ends as the run that was never killed."""

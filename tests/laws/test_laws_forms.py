@@ -261,17 +261,6 @@ def test_a_limit_is_kept_with_samples_of_different_sizes() -> None:
     assert 2 < max(accumulator.micro_batches) < 96
 
 
-@pytest.mark.device
-def test_a_time_first_batch_that_is_cut_in_dim_0_is_told_the_argument() -> None:
-    """Nothing in the shapes says that its steps are not samples: the measurement does, and names what may cure it."""
-    it, model = FORMS["time-first, both"], net()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    accumulator = Accumulator(model, optimizer, training_step=it.step, micro_batch=2)
-    with pytest.warns(autoaccum.AutoaccumWarning, match="pass batch_dim=1"):
-        accumulator.step(it.batch)
-    assert not autoaccum.check(net(), it.batch, training_step=it.step, device=DEVICE).passed
-
-
 STREAMS = [name for name, form in FORMS.items() if "collate_fn" not in form.given]
 
 

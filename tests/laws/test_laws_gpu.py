@@ -52,6 +52,7 @@ def test_gradient_is_the_windows(dtype: torch.dtype, bound: float, sizes: tuple[
     check_gradients(None, dtype, bound, *sizes)
 
 
+@pytest.mark.weighted
 @strides(67)
 def test_oom_at_every_operation(stride: int) -> None:
     # Every allocation has a test of its own, which is quicker: of each kind of operation a few will do here.
@@ -59,6 +60,7 @@ def test_oom_at_every_operation(stride: int) -> None:
     assert replayed > (500 if stride == 1 else 4)
 
 
+@pytest.mark.weighted
 def test_a_real_oom_is_replayed_bit_for_bit(small: None) -> None:
     result = fit(micro_batch=4096, clip_norm=1.0)
     ooms = [event for event in result.events if isinstance(event, OutOfMemory)]
@@ -70,6 +72,7 @@ def test_a_real_oom_is_replayed_bit_for_bit(small: None) -> None:
     assert same(state_of(result), state_of(again))
 
 
+@pytest.mark.weighted
 def test_auto_finds_a_size_and_keeps_the_limit(small: None) -> None:
     result = fit(epochs=2)
     assert [report.effective_batch for report in result.history] == [4096, 4096, 1808] * 2

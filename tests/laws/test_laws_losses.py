@@ -349,6 +349,7 @@ def test_a_sum_of_several_is_divided_by_what_each_counts(none: bool, micro_batch
     assert [event for event in told if isinstance(event, Notice)] == []
 
 
+@pytest.mark.weighted
 @pytest.mark.device
 @pytest.mark.parametrize(
     ("least", "cause"),
@@ -396,6 +397,7 @@ def test_a_count_of_none_without_a_loss_is_measured_once() -> None:
     assert len([event for event in told if isinstance(event, Verified)]) == 1
 
 
+@pytest.mark.weighted
 @pytest.mark.filterwarnings("ignore:It could not be measured")
 def test_of_a_count_of_none_beside_foreign_draws_nothing_is_told() -> None:
     """For no two micro-batches draw the same."""
@@ -423,6 +425,7 @@ def test_weights_by_samples_would_be_wrong() -> None:
     assert gradient > 1e-2
 
 
+@pytest.mark.weighted
 @pytest.mark.device
 @pytest.mark.parametrize("micro_batch", [11, 4])
 def test_num_items_overrides(micro_batch: Any) -> None:
@@ -515,6 +518,7 @@ class TestComparisons:
     def broadcast(self, model: Any, batch: Any) -> torch.Tensor:
         return F.mse_loss(model(batch[0])[:, 0, :1], batch[0][:, 0, 0])
 
+    @pytest.mark.weighted
     @pytest.mark.device
     @pytest.mark.filterwarnings("ignore:Using a target size", "ignore:std")
     @pytest.mark.parametrize("name", ["softmax_over_samples", "standardised", "all_distances", "ranking", "broadcast"])
@@ -550,6 +554,7 @@ class TestComparisons:
                     progress=False,
                 )
 
+    @pytest.mark.weighted
     @pytest.mark.device(every=5)
     @pytest.mark.parametrize("name", ["clip", "two_views", "frozen_side", "distances"])
     @pytest.mark.parametrize("micro_batch", [4, 2, "auto"])

@@ -288,27 +288,6 @@ class TestBeside:
         assert [event.loss for event in of(found, Validated)] == [event.loss for event in of(plain, Validated)]
         assert [report.grad_norm for report in found.history] == [report.grad_norm for report in plain.history]
 
-    def test_of_what_is_computed_before_a_window(self) -> None:
-        def run(**options: Any) -> list[torch.Tensor]:
-            torch.manual_seed(0)
-            model, (inputs, targets) = Stack(depth=3), data()
-
-            def statistics(batch: Any, in_pieces: Any) -> Any:
-                found = in_pieces(lambda model, piece: model(piece["x"]).detach().mean((1, 2)))
-                return {"mean": found - found.mean()}
-
-            def step(model: Any, batch: Any) -> torch.Tensor:
-                return ((model(batch["x"]) - batch["y"]).square().mean((1, 2)) * (1 + batch["mean"])).mean()
-
-            made = autoaccum.fit(
-                model, {"x": inputs, "y": targets}, effective_batch=4, micro_batch=1, steps=4, training_step=step,
-                before_window=statistics, optimizer=sgd, device="cpu", progress=False, cache=False, **options,
-            )  # fmt: skip
-            assert bool(of(made, MemorySaving)) is (options["memory_saving"] == "checkpoint")
-            return state_of(made)
-
-        assert same(run(memory_saving="checkpoint"), run(memory_saving="off"))
-
     def test_of_an_optimizer_that_asks_for_gradients_itself(self) -> None:
         def run(memory_saving: Any) -> list[torch.Tensor]:
             torch.manual_seed(0)
@@ -336,6 +315,7 @@ class TestBeside:
         assert same(state_of(found), state_of(plain))
         assert of(found, Recomputed)
 
+    @pytest.mark.filterwarnings("ignore:How the loss averages")
     def test_of_a_penalty_on_gradients(self) -> None:
         def step(model: Any, batch: Any) -> torch.Tensor:
             inputs = batch[0].requires_grad_()

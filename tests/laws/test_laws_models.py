@@ -104,6 +104,7 @@ def test_hugging_face_models(make: Any, micro_batch: int) -> None:
     assert not any(isinstance(event, Notice) for event in result.events)
 
 
+@pytest.mark.weighted
 @pytest.mark.device
 def test_a_model_that_is_compiled_with_its_loss_asks_for_num_items() -> None:
     """Nothing can be read off a compiled graph; it is said, not guessed."""

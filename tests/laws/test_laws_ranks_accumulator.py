@@ -333,8 +333,6 @@ def refused(what: str) -> tuple[str, str, str]:
         options |= {"micro_batch": "auto", "accumulate": "weighted"}
     if what == "another norm":
         options["clip_norm"] = 1.0 + rank()
-    if what == "before_window":
-        options["before_window"] = len
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
     try:
         accumulator = Accumulator(model, optimizer, **options)
@@ -362,7 +360,6 @@ REFUSED = {
     "another call": ("ranks", "step 1 of Accumulator"),
     "another of two": ("ranks", "step 1 of Accumulator"),
     "nothing": ("batch", "no rank was given any"),
-    "before_window": ("before_window", "leave it out, or use fit"),
     "nothing of the kind": ("", ""),
 }
 """By what differs between the ranks: the argument that is named, and what is said."""

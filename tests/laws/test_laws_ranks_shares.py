@@ -1,4 +1,4 @@
-"""Law 4 for what concerns whole windows: statistics of all samples, shares that may not be small, recorded plans."""
+"""Law 4 for what concerns whole windows: shares that may not be small, recorded plans."""
 
 from __future__ import annotations
 
@@ -10,58 +10,17 @@ from torch import nn
 from torch.nn.functional import cross_entropy
 from torch.utils.data import Dataset
 
-from tests.faults import sizes, strides
-from tests.laws.test_laws_ranks import Trained, at_every_operation, data, fit
+from tests.faults import sizes
+from tests.laws.test_laws_ranks import Trained, data, fit
 from tests.processes import in_turn
 from tests.ranks.launching import launch
 
 pytestmark = in_turn
 
 
-def statistics(batch: Any, in_pieces: Any) -> dict[str, torch.Tensor]:
-    outputs = in_pieces(lambda model, piece: model(piece[0]))
-    return {"mean": outputs.mean(0)[None], "rows": (outputs - outputs.mean(0)).square().mean(1), "x": batch[0].std(0)}
-
-
-def with_statistics(model: Any, batch: Any, shared: Any) -> torch.Tensor:
-    each = cross_entropy(model(batch[0] / shared["x"]) - shared["mean"], batch[1].clamp(min=0), reduction="none")
-    return (each * (1 + shared["rows"])).mean()
-
-
-class Average:
-    """Holds an average of the windows so far."""
-
-    def __init__(self) -> None:
-        self.mean = torch.zeros(6, dtype=torch.float64)
-
-    def __call__(self, batch: Any) -> dict[str, torch.Tensor]:
-        self.mean = 0.5 * self.mean + batch[0].mean(0)
-        return {"mean": self.mean.clone()[None]}
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"mean": self.mean}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.mean = state["mean"]
-
-
-def with_average(model: Any, batch: Any, shared: Any) -> torch.Tensor:
-    return cross_entropy(model(batch[0] - shared["mean"]), batch[1].clamp(min=0))
-
-
-def drawn(batch: Any) -> dict[str, torch.Tensor]:
-    return {"mean": torch.randn(1, 6, dtype=torch.float64), "rows": torch.randn(len(batch[0]), 6, dtype=torch.float64)}
-
-
-def with_drawn(model: Any, batch: Any, shared: Any) -> torch.Tensor:
-    return cross_entropy(model(batch[0] + 0.1 * shared["mean"] * shared["rows"]), batch[1].clamp(min=0))
-
-
 def all_runs() -> dict[str, Trained]:
     plain = {"loss_fn": cross_entropy}
     return {
-        "statistics": fit(before_window=statistics, training_step=with_statistics),
-        "an average": fit(before_window=Average(), training_step=with_average),
         "three for each": fit(min_micro_batch=3, **plain),
         "windows smaller than there are ranks": fit(effective_batch=3, micro_batch="auto", epochs=2, **plain),
     }
@@ -81,28 +40,6 @@ def test_ranks_train_what_one_does(size: int, alone: dict[str, Trained]) -> None
         torch.testing.assert_close(of_ranks[0].weights, one.weights, rtol=1e-10, atol=1e-12)
         assert of_ranks[0].losses == pytest.approx(one.losses, rel=1e-10), name
     assert min(min(plan) for plan in found[0]["three for each"].plans) >= 3
-
-
-def draws() -> Trained:
-    return fit(before_window=drawn, training_step=with_drawn)
-
-
-def test_what_is_drawn_for_a_window_is_the_same_on_all_ranks() -> None:
-    two, three = launch(draws, 2), launch(draws, 3)
-    assert torch.equal(two[0].weights, two[1].weights)
-    torch.testing.assert_close(two[0].weights, three[0].weights, rtol=1e-10, atol=1e-12)
-
-
-def oom_before_windows(of_rank: int, stride: int) -> tuple[int, list[float]]:
-    options = {"before_window": statistics, "training_step": with_statistics, "loss_fn": None}
-    return at_every_operation(of_rank, stride, **options)
-
-
-@strides(97)
-def test_an_oom_at_every_operation_leaves_the_statistics_as_they_are(stride: int) -> None:
-    for operations, off in launch(oom_before_windows, 2, 1, stride):
-        assert operations > 200
-        assert max(off) < 1e-12
 
 
 def of_few() -> tuple[list[tuple[int, ...]], list[float]]:

@@ -1,4 +1,4 @@
-"""Law 4 for losses of several terms: each is weighed by what the windows of all ranks count of it."""
+"""Law 4 for losses of several terms: joined, or weighed by what the windows of all ranks count of each."""
 
 from __future__ import annotations
 
@@ -67,31 +67,28 @@ def with_a_rare_one(model: Any, batch: Any) -> dict[str, torch.Tensor]:
     return found
 
 
-def rare_and_plain(model: Any, batch: Any) -> torch.Tensor:
-    _, words, pooled = _outputs(model, batch)
-    return cross_entropy(pooled, batch[2]) + words
-
-
 def rare_by_name(model: Any, batch: Any) -> dict[str, torch.Tensor]:
     _, words, pooled = _outputs(model, batch)
     return {"rare": cross_entropy(pooled, batch[2]), "words": words}
 
 
+COUNTS: dict[str, Any] = {"words": lambda batch: (batch[1] != -100).sum(), "pooled": lambda batch: len(batch[0])}
 RUNS: dict[str, dict[str, Any]] = {
     "two means": {"training_step": two_means},
     "a mask and a mean": {"training_step": masked_and_plain, "clip_norm": 0.5},
     "a mean and a sum": {"training_step": a_mean_and_a_sum},
     "by name": {"training_step": by_name},
-    "counted by name": {
-        "training_step": by_name,
-        "num_items": {"words": lambda batch: (batch[1] != -100).sum(), "pooled": lambda batch: len(batch[0])},
-    },
+    "counted by name": {"training_step": by_name, "num_items": COUNTS},
+    "counted by one function": {"training_step": by_name, "num_items": lambda b: {n: f(b) for n, f in COUNTS.items()}},
     "a penalty": {"training_step": with_a_penalty},
     "a term that most lack": {"training_step": with_a_rare_one},
-    "a term that counts nothing in most": {"training_step": rare_by_name},
-    "unmeasured": {"training_step": rare_and_plain, "verify": False},
+    "a term that counts nothing in most": {
+        "training_step": rare_by_name,
+        "num_items": {"rare": lambda batch: (batch[2] != -100).sum(), "words": COUNTS["words"]},
+    },
+    "unmeasured": {"training_step": by_name, "num_items": COUNTS, "verify": False},
     "sizes that are found": {"training_step": two_means, "micro_batch": "auto", "effective_batch": 40, "epochs": 12},
-    "the noise is measured": {"training_step": by_name, "noise_scale": True},
+    "the noise is measured": {"training_step": by_name, "noise_scale": True, "num_items": COUNTS},
 }  # fmt: skip
 
 
@@ -108,7 +105,7 @@ def alone() -> dict[str, Trained]:
 
 
 @sizes(2)
-def test_each_term_is_weighed_by_what_all_ranks_count_of_it(size: int, alone: dict[str, Trained]) -> None:
+def test_windows_of_several_terms_are_those_of_one_rank(size: int, alone: dict[str, Trained]) -> None:
     found = launch(all_runs, size)
     for name, one in alone.items():
         of_ranks = [of_rank[name] for of_rank in found]

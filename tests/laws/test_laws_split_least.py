@@ -47,6 +47,7 @@ def test_the_full_batch_is_run_at_once_and_the_first_step_too() -> None:
     assert [report.loss for report in found.history] == [report.loss for report in expected.history]
 
 
+@pytest.mark.weighted
 @pytest.mark.filterwarnings("ignore:The loss lets the samples of a batch meet")
 @pytest.mark.measured
 def test_where_it_does_not_fit_micro_batches_are_as_large_as_can_be() -> None:

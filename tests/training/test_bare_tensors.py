@@ -93,6 +93,7 @@ def by_hand(make: Callable[[torch.Tensor], Step], *, is_frozen: bool = False) ->
     return [p.grad for p in (*model.parameters(), log_alpha) if p.grad is not None], loss.item()
 
 
+@pytest.mark.weighted
 @pytest.mark.device(every=4)
 @pytest.mark.parametrize("micro_batch", [1, 3, 7, COUNT, "auto"])
 @pytest.mark.parametrize("name", STEPS)

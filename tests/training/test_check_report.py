@@ -8,7 +8,6 @@ import json
 import pytest
 from torch import nn
 
-from autoaccum.loss.hypotheses import of_terms
 from autoaccum.training.check_report import CheckedCut, CheckReport, format_error
 from tests.models import mlp
 from tests.training.checks import DOUBLE, check
@@ -52,6 +51,7 @@ class TestReport:
             "  and 2 more, with smaller errors"
         )
 
+    @pytest.mark.weighted
     def test_of_a_failure_it_begins_with_what_to_do(self) -> None:
         report = check(nn.Sequential(nn.Linear(8, 4), nn.BatchNorm1d(4), nn.Linear(4, 3)).double())
         lines = str(report).splitlines()
@@ -61,7 +61,6 @@ class TestReport:
         assert any(line.endswith("not exact") and "2 + 4" in line for line in lines)
         assert all(len(line) <= 100 for line in lines)
 
-    @pytest.mark.joined
     def test_of_joined_micro_batches_it_says_why_and_what_they_hold(self) -> None:
         report = check(nn.Sequential(nn.Linear(8, 4), nn.BatchNorm1d(4), nn.Linear(4, 3)).double())
         assert (report.passed, report.accumulate, report.hypothesis) == (True, "joined", None)
@@ -86,16 +85,3 @@ class TestReport:
     )
     def test_errors_are_short(self, error: float, text: str) -> None:
         assert format_error(error) == text
-
-    def test_hypotheses_of_the_same_words_are_told_term_by_term(self) -> None:
-        names = [of_terms({"0": "items", "words": "samples"}), of_terms({"0": "samples", "words": "items"}), "sum"]
-        report = CheckReport(
-            passed=True, hypothesis=names[0], error=0.0, tolerance=1e-9, tensor=None, samples=6, cuts=(),
-            hypotheses=dict.fromkeys(names, 0.0), tensors={}, accumulate="weighted", reason=None, held=None, notice=None,
-            seconds=0.012,
-        )  # fmt: skip
-        assert str(report).splitlines()[-3:] == [
-            "  term 1: mean over its items; words: mean over samples         0",
-            "  term 1: mean over samples; words: mean over its items         0",
-            "  a sum over samples                                            0",
-        ]

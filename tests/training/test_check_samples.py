@@ -112,6 +112,7 @@ class TestWhatIsTaken:
         with pytest.raises(errors.ArgumentError, match="batch='.* sample.*': expected at least 2 samples. Pass more"):
             check(mlp(DOUBLE), classes(num_samples, DOUBLE))
 
+    @pytest.mark.weighted
     def test_batch_norm_needs_four(self) -> None:
         with pytest.raises(errors.ArgumentError, match="at least 4 samples.*needs 2 where BatchNorm trains"):
             check(noisy().double(), classes(3, DOUBLE))

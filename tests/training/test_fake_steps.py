@@ -23,7 +23,7 @@ def step(model: nn.Module, **functions: Any) -> FakeStep:
     window, examples = open_samples(batch, None, CPU, Automatic())
     fakes = Fakes()
     samples = FakeSamples(fakes, examples, window.num_samples, Automatic())
-    given = {"loss_fn": mse_loss, "training_step": None, "before_window": None, "optimizer": None, **functions}
+    given = {"loss_fn": mse_loss, "training_step": None, "optimizer": None, **functions}
     return FakeStep(fakes, samples, [model], given, "fp32")
 
 

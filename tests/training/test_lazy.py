@@ -117,6 +117,7 @@ def test_a_loss_with_a_lazy_layer() -> None:
     assert any(p is head.out.weight for group in result.optimizer.param_groups for p in group["params"])
 
 
+@pytest.mark.weighted
 def test_a_lazy_layer_of_ones_own() -> None:
     """Whose first forward makes buffers and modules: they stay."""
 

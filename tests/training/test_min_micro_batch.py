@@ -135,6 +135,7 @@ class TestMeasurement:
         assert verified.samples == 24
         assert all(min(cut) >= 8 for cut in verified.cuts)
 
+    @pytest.mark.weighted
     def test_finds_what_is_wrong_all_the_same(self) -> None:
         def coupled(model: nn.Module, batch: Any) -> torch.Tensor:
             inputs, targets = batch

@@ -421,6 +421,7 @@ def test_what_came_after_the_checkpoint_is_done_again(every: int | str, tmp_path
         assert_same(fit(**make(), run_dir=place, checkpoint_every=every), whole)
 
 
+@pytest.mark.weighted
 @pytest.mark.device
 def test_several_stops_in_one_history(tmp_path: Path) -> None:
     result = stopped_after_each_window(TRAINED["milestones"], tmp_path)
@@ -438,6 +439,7 @@ def penalised(model: nn.Module, batch: Any) -> torch.Tensor:
     )
 
 
+@pytest.mark.weighted
 def test_what_was_announced_is_not_announced_again(tmp_path: Path) -> None:
     def squared(model: Any, batch: Any) -> torch.Tensor:
         return cross_entropy(model(batch[0]), batch[1]).square()
@@ -639,6 +641,7 @@ NOT_KEPT = {
     "JoinableTransaction._reductions": "of the window that runs",
     "JoinableTransaction._norms": "of the window that runs",
     "Tally._num_samples": "of the window that runs",
+    "Named._num_samples": "of the window that runs",
     "Tally._counts": "of the window that runs",
     "Tally._guess": "of the window that runs",
     "Stepper._is_counted": "shown anew by the next step",

@@ -91,6 +91,7 @@ def test_what_is_left_of_a_window_is_not_one_sample() -> None:
     assert [report.micro_batches for report in result.history] == [(4, 4)] * 3
 
 
+@pytest.mark.weighted
 @pytest.mark.device
 @pytest.mark.filterwarnings("ignore::autoaccum.AutoaccumWarning")
 def test_functional_batch_norm_is_announced_instead_of_failing() -> None:
@@ -114,6 +115,7 @@ def test_an_error_of_any_size_comes_through_and_says_nothing_of_single_samples(m
     assert same(before, list(model.parameters()))
 
 
+@pytest.mark.weighted
 def test_what_a_user_raises_comes_through_at_once() -> None:
     with pytest.raises(ValueError, match="one is too few"):
         train(Picky(), micro_batch=1)

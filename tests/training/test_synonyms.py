@@ -130,6 +130,15 @@ def test_what_joined_micro_batches_made_needless_says_so(function: Any, argument
         function(nn.Linear(4, 2), DATA, loss_fn=cross_entropy, **options)
 
 
+@pytest.mark.parametrize("function", [autoaccum.fit, autoaccum.check, autoaccum.probe, autoaccum.estimate])
+def test_what_a_step_computes_itself_says_so(function: Any) -> None:
+    options: dict[str, Any] = {"before_window": len}
+    with pytest.raises(ArgumentTypeError, match="'before_window'. Compute it in the step .* once on the full batch"):
+        function(nn.Linear(4, 2), DATA, loss_fn=cross_entropy, **options)
+    with pytest.raises(ArgumentTypeError, match="Compute it in the step"):
+        autoaccum.sweep(dict, **options)
+
+
 def test_a_function_that_has_nothing_like_it_says_so() -> None:
     """An Accumulator's effective batch is the batch that it is given."""
     model = nn.Linear(4, 2)

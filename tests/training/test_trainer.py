@@ -362,6 +362,7 @@ class TestPlans:
         assert planned.reason == "larger micro-batches are no faster"
         assert {(64,), (32, 32)} <= {report.micro_batches for report in result.history}
 
+    @pytest.mark.weighted
     @pytest.mark.parametrize(("verify", "fewest"), [(False, 5), (True, 2)])
     def test_batch_norm_never_sees_one_sample_and_is_announced(self, verify: bool, fewest: int) -> None:
         seen = []
@@ -819,6 +820,7 @@ class TestNoiseScale:
             variance = 0.95 * variance + 0.05 * report.gradient_variance
             assert report.noise_scale == pytest.approx(variance / squared if squared > 0 else math.inf)
 
+    @pytest.mark.weighted
     def test_it_changes_no_parameter(self) -> None:
         plans = [report.micro_batches for report in fit(noisy(), noise_scale=True, epochs=3).history]
         runs = [fit(noisy(), micro_batch=plans, epochs=3, noise_scale=noise) for noise in (False, True)]

@@ -524,6 +524,7 @@ def test_losses_by_name_may_lie_in_memory_that_is_written_again() -> None:
 
 
 @pytest.mark.device
+@pytest.mark.filterwarnings("ignore:How the loss averages")
 @pytest.mark.parametrize("by_user", [False, True])
 def test_a_loss_by_name_that_is_left_alone_is_still_that_one(by_user: bool) -> None:
     """Where nothing of the others counts they are left out, as a notice advises."""

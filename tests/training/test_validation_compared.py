@@ -12,7 +12,6 @@ from torch import nn
 from torch.nn.functional import cross_entropy, mse_loss
 
 import autoaccum
-from autoaccum.events import Notice, Validated
 from autoaccum.testing import oom_at
 from autoaccum.training.validation_compared import ComparingValidator
 from tests.models import classes, mlp, noisy
@@ -158,29 +157,6 @@ def test_memory_that_runs_out_in_it_is_nobodys(monkeypatch: pytest.MonkeyPatch) 
             heard.add(told(root, model, data))
     assert heard <= {"", said}
     assert "" in heard
-
-
-@pytest.mark.parametrize(("verify", "times"), [(True, 1), (False, 0)])
-def test_a_run_says_once_that_validations_are_not_mended_as_windows_are(verify: bool, times: int) -> None:
-    """What is said of counts that are kept from 0 is known from windows, where these are measured."""
-
-    def kept(outputs: torch.Tensor, targets: torch.Tensor) -> dict[str, torch.Tensor]:
-        number = (targets == 1).sum().clamp(min=1)
-        return {"all": outputs.square().sum() / number, "some": (outputs[:, 1] * (targets == 1)).sum() / number}
-
-    inputs, targets = classes(40)
-    targets = (torch.arange(40) % 4 == 0).long()
-    seen: list[Any] = []
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        autoaccum.fit(
-            mlp(torch.float64), (inputs.double(), targets), effective_batch=20, epochs=3, micro_batch=2, loss_fn=kept,
-            progress=False, device="cpu", verify=verify, validation_data=(inputs.double(), targets), shuffle=False,
-            callbacks=[seen.append],
-        )  # fmt: skip
-    said = [event.cause for event in seen if isinstance(event, Notice) and "validations are not" in event.cause]
-    assert len(said) == times
-    assert sum(isinstance(event, Validated) for event in seen) == 3
 
 
 def test_a_mean_that_cannot_be_read_is_told() -> None:

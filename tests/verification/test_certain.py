@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch.nn.functional import cross_entropy
 
-from autoaccum.loss.hypotheses import Hypothesis, of_terms
+from autoaccum.loss.hypotheses import Hypothesis
 from autoaccum.loss.reductions import read
 from autoaccum.verification.certain import CLAMPED, PENALTIES, SEVERAL, why_uncertain
 from autoaccum.window.job import Job
@@ -62,7 +62,6 @@ def found(loss: Loss, hypothesis: Hypothesis | None, stated: Sequence[Any] = (No
         (lambda part: mean(part) + 0.1 * OUTPUTS[part].abs().mean(), "items", None),
         (lambda part: ignoring(part) + mean(part), "items", SEVERAL),
         (lambda part: ignoring(part) + mean(part), "samples", SEVERAL),
-        (lambda part: ignoring(part) + mean(part), of_terms({"0": "items", "1": "samples"}), SEVERAL),
         (lambda part: OUTPUTS[part].sum(), "sum and penalties", PENALTIES),
         (masked, "items", CLAMPED),
     ],

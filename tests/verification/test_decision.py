@@ -11,9 +11,9 @@ from torch.nn import functional as F
 from torch.nn.functional import cross_entropy
 
 from autoaccum.loss.hypotheses import Hypothesis
-from autoaccum.loss.reductions import Term, is_one
+from autoaccum.loss.reductions import Term
 from autoaccum.loss.terms import Reduction
-from autoaccum.verification.decision import decide, decide_without_ones, in_order
+from autoaccum.verification.decision import decide, in_order
 from autoaccum.verification.draws import UnsettledError
 from autoaccum.verification.findings import Decision
 from tests.models import classes
@@ -123,36 +123,6 @@ def test_what_is_drawn_without_rows_is_measured_under_constants() -> None:
         decided(unsettled)
 
 
-def kept_from_zero(model: Any, batch: Any) -> torch.Tensor:
-    """A mean over what is not ignored, divided by at least 1."""
-    counts = batch[1] >= 0
-    each = cross_entropy(model(batch[0]), batch[1].clamp(min=0), reduction="none")
-    return (each * counts).sum() / (counts.sum() * 0.5).clamp(min=1)
-
-
-def test_parts_that_were_divided_by_one_can_be_left_out() -> None:
-    """A count of half of them is 1 for two samples, and for one too, where it should be a half."""
-    with measurement_of(kept_from_zero, batch=(INPUTS, torch.tensor([0, 1, 2, 1, 0, 2]))) as measurement:
-        decision = decide(measurement, 1, "items")
-        assert not decision.passed
-        assert is_one(measurement.shown_of((0,)))
-        assert not is_one(measurement.shown_of((0, 1, 2)))
-        without = decide_without_ones(measurement, 1, "items")
-    assert without is not None
-    assert without.passed
-    assert all(len(part) > 2 for cut in without.cuts for part in cut)
-
-
-def test_where_every_part_is_one_there_are_none() -> None:
-    def loss(model: Any, batch: Any) -> torch.Tensor:
-        each = cross_entropy(model(batch[0]), batch[1], reduction="none")
-        return each.sum() / (torch.ones(len(each), dtype=DOUBLE).sum() * 0.1).clamp(min=1)
-
-    with measurement_of(loss) as measurement:
-        measurement.run_whole()
-        assert decide_without_ones(measurement, 1, "items") is None
-
-
 # The order in which hypotheses are measured.
 
 
@@ -184,17 +154,3 @@ def test_penalties_are_looked_for_where_the_graph_has_some() -> None:
         assert order[0] == first
         assert order.index("sum and penalties") == order.index("sum") - 1
         assert len(order) == len(set(order)) == 4
-
-
-def test_a_weight_of_one_is_no_count_and_hides_nothing() -> None:
-    """Where every part was divided by 1, those that count more than 1 tell."""
-
-    def loss(model: Any, batch: Any) -> torch.Tensor:
-        return plain(model, batch) + 1.0 * pairs(model, batch)
-
-    with measurement_of(loss) as measurement:
-        assert not decide(measurement, 1, "items").passed
-        assert is_one(measurement.shown_of((0, 1, 2)))
-        without = decide_without_ones(measurement, 1, "items")
-    assert without is not None
-    assert not without.passed

@@ -214,16 +214,6 @@ def test_for_some_draws_there_is_none() -> None:
 
 
 @pytest.mark.device
-def test_an_order_that_is_drawn_may_be_kept() -> None:
-    constants = Constants(keeps_wide=True, keeps_order=True)
-    with constants:
-        torch.rand(3)
-        assert not constants.has_orders
-        assert torch.randperm(4).tolist() == [0, 1, 2, 3]
-    assert constants.has_orders
-
-
-@pytest.mark.device
 def test_attention_that_hides_its_draws_is_noted() -> None:
     q = torch.randn(2, 1, 4, 8)
     names = []
@@ -270,6 +260,7 @@ class Sowing(Noisy):
         return super().forward(inputs)
 
 
+@pytest.mark.weighted
 @pytest.mark.device
 @pytest.mark.parametrize(("kind", "passed"), [(Noisy, True), (Sowing, False)])
 def test_what_is_drawn_on_a_device_is_given_to_parts_by_rows(kind: type[Noisy], passed: bool) -> None:

@@ -206,6 +206,7 @@ class TestIn64Bits:
             assert p.data_ptr() == place
             assert torch.equal(p, values)
 
+    @pytest.mark.weighted
     @pytest.mark.parametrize("wrong", [3e-5, 1e-3])
     def test_a_weight_that_is_a_little_wrong_is_no_rounding(self, wrong: float) -> None:
         model, batch = convolutions(8)
@@ -215,6 +216,7 @@ class TestIn64Bits:
 
         assert autoaccum.check(model, batch, loss_fn=loss, device="cpu").passed is False
 
+    @pytest.mark.weighted
     def test_what_goes_by_the_type_is_no_rounding(self) -> None:
         torch.manual_seed(0)
         model = nn.Linear(4, 1)
@@ -248,6 +250,7 @@ class TestIn64Bits:
         cross_entropy(model(batch[0]), batch[1]).backward()
         assert len(seen) == len(adders)
 
+    @pytest.mark.weighted
     def test_a_buffer_that_a_failed_forward_has_replaced_is_what_it_was(self) -> None:
         class Counting(nn.Module):
             def __init__(self) -> None:
@@ -332,6 +335,7 @@ class TestIn64Bits:
             assert torch.equal(value, state[name]), name
 
 
+@pytest.mark.weighted
 def test_a_gradient_of_nothing_but_rounding_is_not_measured(monkeypatch: pytest.MonkeyPatch) -> None:
     def run(*_: Any, **__: Any) -> Any:
         raise ZeroGradientError  # as where it is 0 the second time

@@ -112,6 +112,7 @@ def test_no_window_is_wrong_before_it_is_said(loss: Loss, window: int, micro_bat
             assert notices[0] <= number, f"window {number} was wrong before a word"
 
 
+@pytest.mark.weighted
 @pytest.mark.device
 @pytest.mark.parametrize("micro_batch", [1, 2, 5])
 def test_where_samples_were_measured_to_weigh_it_is_no_matter_what_terms_count(micro_batch: int) -> None:

@@ -15,7 +15,7 @@ from torch.nn import functional as F
 from torch.nn.functional import cross_entropy
 
 import autoaccum
-from autoaccum.loss.hypotheses import Hypothesis, of_terms
+from autoaccum.loss.hypotheses import Hypothesis
 from autoaccum.verification.findings import NotFiniteError, ZeroGradientError
 from autoaccum.verification.samples import cuts_of
 from tests.models import classes, mlp
@@ -306,21 +306,3 @@ def test_what_fails_when_it_is_entered_leaves_the_gradient() -> None:
     with pytest.raises(RuntimeError, match="put back"), entered:
         pass
     assert torch.equal(weight.grad, torch.ones_like(weight))
-
-
-@pytest.mark.device
-def test_counts_that_are_all_that_is_left_are_not_told_otherwise() -> None:
-    """Of one item in all, where each part was divided by 1: the part that has it counts it, and no other a share."""
-    mask = torch.tensor([0, 1, 0, 0, 0, 0], dtype=DOUBLE)
-    data = (*classes(6, DOUBLE), mask)
-
-    def masked(model: Any, batch: Any) -> torch.Tensor:
-        outputs, counts = model(batch[0]), batch[2]
-        each = cross_entropy(outputs, batch[1], reduction="none")
-        return (each * counts).sum() / counts.sum().clamp(min=1) + outputs.square().mean()
-
-    with measurement_of(masked, batch=data) as measurement:
-        measurement.run_whole()
-        found = measurement.run(CUTS, of_terms({"0": "items or none", "1": "items"}))
-        assert found.error < 1e-12
-        assert not measurement.kept, "nothing was to be mended, for which it had to be run again"

@@ -282,6 +282,7 @@ IN_A_LOOP = {"LBFGS", "LBFGS, dropout"}
 """Those whose optimizer asks for gradients itself, several times in a step."""
 
 
+@pytest.mark.weighted
 @pytest.mark.device(every=5)
 @pytest.mark.parametrize("name", CASES)
 def test_a_run_that_is_measured_ends_as_one_that_is_not(name: str) -> None:
@@ -300,6 +301,7 @@ def test_a_run_that_is_measured_ends_as_one_that_is_not(name: str) -> None:
         assert found[1][trace] == value, trace
 
 
+@pytest.mark.weighted
 def test_a_momentum_encoder_of_a_large_model_leaves_none(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of what is large only what may move is copied: parameters that are frozen, and no larger than twice the others."""
     monkeypatch.setattr("autoaccum.window.state.SMALL_BYTES", 8)

@@ -14,7 +14,7 @@ import autoaccum
 from autoaccum.events import Notice
 from autoaccum.loss.reductions import Term
 from autoaccum.loss.terms import Reduction
-from autoaccum.verification.findings import Cause, Decision, Outcome
+from autoaccum.verification.findings import Decision, Outcome, Verdict
 from autoaccum.verification.notices import (
     backward_hook_notice,
     batch_norm_notices,
@@ -26,8 +26,8 @@ from autoaccum.verification.notices import (
     half_precision_notices,
     has_backward_hooks,
     joined_notice,
-    of,
     ones_notice,
+    suspected,
     unmeasured_notice,
     unused_notice,
 )
@@ -106,17 +106,15 @@ def test_each_case_has_a_consequence_of_its_own() -> None:
         contradiction,
         unmeasured_notice("why"),
         ones_notice(0.1),
-        of("state"),
         backward_hook_notice(),
-        *(failed(0.1, cause) for cause in ("padding", "hooks", None)),
+        failed(0.1),
     ]
-    assert len({notice.consequence for notice in said}) == len(said) == 12
+    assert len({notice.consequence for notice in said}) == len(said) == 9
 
 
-def failed(error: float, *causes: Cause | None, suspicion: Notice | None = None) -> Notice:
+def failed(error: float, *, suspicion: Notice | None = None, layers: int = 0) -> Notice:
     decision = Decision.of(Outcome(hypothesis="items", error=error, tensor="net"), passed=False)
-    known = [cause for cause in causes if cause is not None]
-    return failure_notice(decision, known, 6, [nn.BatchNorm1d(3)], suspicion)
+    return failure_notice(decision, 6, [nn.BatchNorm1d(3) for _ in range(layers)], suspicion)
 
 
 @pytest.mark.parametrize(
@@ -124,32 +122,33 @@ def failed(error: float, *causes: Cause | None, suspicion: Notice | None = None)
     [(0.2731, "27 %"), (3.2e-5, "0.0032 %"), (5.214, "521 %"), (0.994, "99 %"), (math.nan, "infinitely far")],
 )
 def test_a_failure_says_how_far_off_the_gradient_is(error: float, words: str) -> None:
-    notice = failed(error, "state")
+    notice = failed(error)
     assert f"windows that are cut get a gradient {words}" in notice.cause
     assert notice.cause.endswith("off the whole window's, measured on 6 samples")
     assert words not in notice.consequence, "by which it is known again"
 
 
-def test_what_may_be_time_first_is_told_the_argument() -> None:
-    decision = Decision.of(Outcome(hypothesis="items", error=0.5, tensor="net"), passed=False)
-    for causes, is_told in (([], True), (["padding"], False)):
-        notice = failure_notice(decision, causes, 6, [], None, is_time_first=True)  # type: ignore[arg-type]
-        assert ("pass batch_dim=1 if samples lie in dim 1" in notice.cure) == is_told
-        assert ("agree in dim 1 as they do in dim 0" in notice.cause) == is_told
-
-
 def test_a_failure_names_its_causes_with_a_cure_for_each() -> None:
-    notice = failed(0.1, "batch norm", "hooks")
-    assert notice.cause.startswith("The model holds 1 BatchNorm layer in training mode and Hooks on parameters")
+    notice = failed(0.1, suspicion=coupling_notice(), layers=1)
+    assert notice.cause.startswith("The model holds 1 BatchNorm layer in training mode and The loss lets the samples")
     assert "GroupNorm" in notice.cure
-    assert "clip_norm" in notice.cure
-    assert failed(0.1, "padding").cure.startswith("Mask what is padded")
-    assert failed(0.1, "state").cause.startswith(of("state").cause)
+    assert "lower effective_batch" in notice.cure
+
+
+def test_how_samples_meet_is_told_as_it_was_measured() -> None:
+    assert suspected(Verdict(), None) is None
+    assert suspected(Verdict(), coupling_notice()) == coupling_notice()
+    for verdict, cause in (
+        (Verdict(mixes=True), "The collate_fn mixes"),
+        (Verdict(broadcasts=True), "The loss sets each"),
+    ):
+        notice = suspected(verdict, coupling_notice())
+        assert notice is not None
+        assert notice.cause.startswith(cause)
 
 
 def test_where_no_suspect_is_to_blame_the_graph_is_asked_and_then_the_loss() -> None:
     assert failed(0.1, suspicion=coupling_notice()).consequence == coupling_notice().consequence
-    assert failed(0.1, "hooks", suspicion=coupling_notice()).consequence != coupling_notice().consequence
     assert failed(0.1).cause.startswith(
         "The loss is neither a mean over samples or items, nor a sum over them, or samples meet in the model: "
     )
@@ -157,7 +156,7 @@ def test_where_no_suspect_is_to_blame_the_graph_is_asked_and_then_the_loss() -> 
 
 def test_where_items_are_counted_no_cure_is_to_count_them() -> None:
     decision = Decision.of(Outcome(hypothesis="items", error=0.5, tensor="net"), passed=False)
-    found = failure_notice(decision, [], 6, [], None, counts_items=True)
+    found = failure_notice(decision, 6, [], None, counts_items=True)
     assert found.cause.startswith("The loss is neither a mean over what num_items counts, nor over samples, nor a sum")
     assert "pass num_items=" not in found.cure.lower()
     assert joined_notice(0.1, 6, None, counts_items=True).cure == found.cure

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -13,7 +12,6 @@ from autoaccum.loss.reductions import Term
 from autoaccum.loss.terms import Reduction
 from autoaccum.verification import readings
 from autoaccum.window.gradient import Gradient
-from autoaccum.window.kept import InDoubt
 from tests.verification.making import job_of
 
 ONE = Reduction(1.0, (Term("mean", is_one=True),))
@@ -67,17 +65,3 @@ def test_graphs_of_which_some_tell() -> None:
 def test_where_something_was_divided_by_one() -> None:
     assert readings.ones(gradient(MEAN, ONE)) == [(2, 3)]
     assert readings.ones(gradient(MEAN, MEAN)) == []
-
-
-def test_micro_batches_of_which_a_term_counts_the_most_come_first() -> None:
-    terms = [(Term("mean", divisor=1.0), Term("mean", divisor=count)) for count in (4.0, -6.0, 0.0, 5.0)]
-    window = gradient(*(Reduction(1.0, pair) for pair in terms), MEAN, sizes=(4, 3, 2, 1, 2))
-    assert list(readings.densest(window, 1).items()) == [((9, 1), 5.0), ((4, 3), -6.0), ((0, 4), 4.0)]
-
-
-def test_what_was_measured_to_count_something_else_than_it_was_taken_to() -> None:
-    doubts = (InDoubt(1, "a", 1.0, 0.0), InDoubt(1, "b", 1.0, 1.0))
-    window = replace(gradient(MEAN, MEAN), doubts=doubts)
-    assert not readings.is_counted_otherwise(window, {})
-    assert not readings.is_counted_otherwise(window, {(2, 3, "a"): 0.0, (2, 3, "b"): 1.0, (0, 2, "b"): 0.5})
-    assert readings.is_counted_otherwise(window, {(2, 3, "b"): 0.5})

@@ -12,7 +12,7 @@ from torch.nn import functional as F
 from torch.nn.functional import cross_entropy
 
 import autoaccum
-from autoaccum.loss.hypotheses import Hypothesis, kinds_in
+from autoaccum.loss.hypotheses import Hypothesis
 from autoaccum.testing import oom_at
 from autoaccum.verification.findings import Verdict
 from autoaccum.verification.samples import choose
@@ -34,22 +34,20 @@ def test_what_passes_says_by_how_much() -> None:
     found = verdict()
     assert found.decision is not None
     assert found.decision.passed
-    assert (found.samples, found.tolerance, found.unmeasured, found.causes) == (6, 1e-6, "", ())
+    assert (found.samples, found.tolerance, found.unmeasured) == (6, 1e-6, "")
     single = verdict(model=mlp(), batch=classes(8))
-    assert (single.tolerance, single.rebinds) == (2e-5, False)
+    assert single.tolerance == 2e-5
 
 
-def test_what_fails_says_why_if_it_can() -> None:
+def test_what_fails_is_measured_in_parts_that_the_model_can_compute() -> None:
     model = nn.Sequential(nn.Linear(8, 4), nn.BatchNorm1d(4), nn.Linear(4, 3)).to(DOUBLE)
     found = verdict(model=model)
-    assert found.causes == ("batch norm",)
     assert found.decision is not None
     assert min(len(part) for cut in found.decision.cuts for part in cut) == 2
     for loss in (squared_mean, pairs):
         found = verdict(loss)
         assert found.decision is not None
         assert not found.decision.passed
-        assert found.causes == ()
 
 
 @pytest.mark.parametrize(("most", "count", "samples"), [(6, 8, 6), (6, 4, 4), (3, 8, 3), (2, 8, 2), (6, 2, 2)])
@@ -96,7 +94,9 @@ def test_of_what_foreign_generators_draw_nothing_can_be_told() -> None:
     assert found.decision is None
     assert "Python's or NumPy's generator" in found.unmeasured
     # By which other samples would draw, too.
-    report = autoaccum.check(mlp().to(DOUBLE), classes(6, DOUBLE), training_step=loss, device=DEVICE)
+    report = autoaccum.check(
+        mlp().to(DOUBLE), classes(6, DOUBLE), training_step=loss, device=DEVICE, accumulate="weighted"
+    )
     assert report.notice is not None
     assert report.notice.cure == "Draw by PyTorch's, as torch.rand and torch.randint do, whose draws each part is given"
     assert verdict(lambda model, batch: plain(model, batch) + 0 * np.random.rand()).decision is not None
@@ -153,19 +153,6 @@ def test_where_memory_runs_out_fewer_are_measured_and_then_none() -> None:
         raise torch.OutOfMemoryError("CUDA out of memory.")
 
     assert verdict(full).unmeasured == "memory ran out in the attempt"
-
-
-def test_a_count_that_is_kept_from_zero_is_measured_without_it_too() -> None:
-    def loss(model: Any, batch: Any) -> torch.Tensor:
-        each = cross_entropy(model(batch[0]), batch[1], reduction="none")
-        return each.sum() / (torch.ones(len(each)).sum() * 0.5).clamp(min=1)
-
-    found = verdict(loss, count=6)
-    assert found.decision is not None
-    assert found.decision.passed
-    assert found.ones is not None
-    assert found.ones.error > 1e-2
-    assert verdict().ones is None
 
 
 def test_noise_without_rows_is_measured_by_constants() -> None:
@@ -239,11 +226,10 @@ def silent(model: Any, batch: Any) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("loss", [late, torn])
-def test_a_term_that_the_first_samples_have_no_part_in_is_weighed_by_itself(loss: Any) -> None:
+def test_a_term_that_the_first_samples_have_no_part_in_is_seen(loss: Any) -> None:
     found = verdict(loss, batch=BATCH, count=12)
     assert found.decision is not None
-    assert found.decision.passed
-    assert kinds_in(found.decision.hypothesis) == {"0": "items", "1": "sum"}
+    assert not found.decision.passed
 
 
 def rooted(model: Any, batch: Any) -> torch.Tensor:

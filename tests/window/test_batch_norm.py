@@ -56,9 +56,7 @@ class TestWhatIsAskedFor:
     def test_what_has_statistics_of_its_own_is_refused(self) -> None:
         with pytest.raises(errors.ConflictingArgumentsError, match="state"):
             statistics_of("ghost:32", state="window")
-        with pytest.raises(errors.ConflictingArgumentsError, match="before_window"):
-            statistics_of("frozen", before_window=lambda batch, in_pieces: None)
-        assert statistics_of("frozen", state="window", before_window=lambda batch: None).kind == "frozen"
+        assert statistics_of("frozen", state="window").kind == "frozen"
 
     @pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated")
     def test_code_that_nobody_sees_is_refused(self) -> None:

@@ -8,7 +8,6 @@ from torch import nn
 
 from autoaccum.loss.terms import Reduction
 from autoaccum.window.gradient import Gradient, Gradients, are_alike, count_nodes
-from autoaccum.window.kept import InDoubt
 
 
 def gradients_of(*parameters: nn.Parameter) -> Gradients:
@@ -158,11 +157,10 @@ def test_what_is_known_of_its_first_samples(
 ) -> None:
     whole = Gradient(
         sizes=(3, 3, 4), counts=(3.0, 0.0, 2.0), reductions=tuple(map(Reduction, (3.0, 0.0, 2.0))), suspects=(0, 2),
-        dropped=(3, 6), doubts=(InDoubt(1, "a", 1.0, 1.0), InDoubt(2, "b", 1.0, 0.0)), loss=torch.tensor(1.0), grad_norm=None, items=5.0,
+        dropped=(3, 6), loss=torch.tensor(1.0), grad_norm=None, items=5.0,
     )  # fmt: skip
     found = whole.of_first_samples(num_samples)
     assert (found.sizes, found.suspects, found.dropped) == (sizes, suspects, dropped)
     assert found.counts == whole.counts[: len(sizes)]
     assert len(found.reductions) == len(sizes)
-    assert found.doubts == tuple(doubt for doubt in whole.doubts if doubt.index < len(sizes))
     assert found.items == 5.0, "all else is that of the window"

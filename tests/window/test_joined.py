@@ -16,7 +16,7 @@ from autoaccum.testing import simulated_memory
 from tests.devices import DEVICE
 from tests.models import classes, mlp
 
-pytestmark = [pytest.mark.measured, pytest.mark.joined]
+pytestmark = pytest.mark.measured
 
 
 def meeting(outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:

@@ -16,7 +16,7 @@ from autoaccum.window.joining import Told, join, told
 
 def of_rank(guess: float, sizes: tuple[int, ...], **given: Any) -> Told:
     nothing: dict[str, Any] = {"late": (), "dropped": (), "norms": {}, "outputs": {}, "has_changed": False}
-    nothing |= {"terms": None, "met": (False, False, False), "arrived": (), "came_twice": False}
+    nothing |= {"named": None, "counts_by_name": False, "arrived": (), "came_twice": False}
     of_sizes = {
         "reductions": [Reduction(float(size)) for size in sizes],
         "losses": [torch.tensor(float(size)) for size in sizes],
@@ -52,8 +52,7 @@ def test_windows_that_are_not_the_same_are_refused() -> None:
         join([of_rank(8.0, (8,)), replace(of_rank(8.0, (8,)), num_samples=9)], 8)
 
 
-def test_norms_of_terms_are_those_of_the_window() -> None:
-    """Each has weighed by the totals of the window, and no tally has a guess."""
+def test_norms_of_ranks_without_a_guess_stay_as_they_are() -> None:
     joined = join([of_rank(0.0, (3,)), of_rank(0.0, (5,), norms={0: torch.tensor(3.0)})], 8)
     assert joined.norms == {1: torch.tensor(3.0)}
 
@@ -63,7 +62,7 @@ def test_a_rank_tells_counts_and_gradients() -> None:
     p.grad = torch.ones(3)
     tally.weight(3, 2.0)
     nothing: dict[str, Any] = {"num_samples": 3, "sizes": (3,), "reductions": [], "losses": [], "dropped": ()}
-    nothing |= {"norms": {}, "outputs": {}, "has_changed": False, "terms": None, "met": (False, False, False)}
+    nothing |= {"norms": {}, "outputs": {}, "has_changed": False, "named": None, "counts_by_name": False}
     nothing |= {"arrived": (), "came_twice": False}
     found = told([p, torch.ones(1)], tally, **nothing)
     assert (found.counts, found.guess, found.gradients) == ((2.0,), 2.0, [True, False])

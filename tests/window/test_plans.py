@@ -211,7 +211,7 @@ def test_a_rung_that_is_tried_and_holds_not_even_the_smallest_is_left_for_the_on
     contest.begin(Best(1.0, 2, 1))
     plans._known_best = known
     step.tuner.start_over(saves=True)
-    window = SimpleNamespace(num_samples=8, lengths=None)
+    window = SimpleNamespace(num_samples=8, lengths=None, micro_batch=lambda start, size: None)
     error = NothingFitsError(phase="training", micro_batch=1, peak_bytes=900, limit_bytes=800)
     ran = fails == "trial"  # else memory has run out for it
     shortage = Shortage(micro_batch=1, peak_bytes=900, error=error, ran=ran)

@@ -40,7 +40,7 @@ class TestSigns:
         signs.of_modes([True, False])
         assert not signs.have_changed
 
-    def test_counts_are_compared_while_they_could_be_samples_or_stand_for_none(self) -> None:
+    def test_counts_are_compared_while_they_could_be_samples(self) -> None:
         signs = Signs()
         signs.of_counts([3, 2], [3.0, 1.0], [])
         assert not signs.have_changed
@@ -49,18 +49,12 @@ class TestSigns:
         assert not signs.have_changed
         signs.of_counts([3, 2], [3.0, 1.0], [])
         assert signs.have_changed
-        signs.have_changed, signs.compares_samples, signs.compares_ones = False, False, True
-        of_nine = Term("mean", divisor=9.0, is_one=True)  # means over nine features, divided by a count of one
-        signs.of_counts([3, 2], [3.0, 2.0], [Reduction(3.0), Reduction(2.0)])
-        assert not signs.have_changed
-        signs.of_counts([3, 2], [3.0, 9.0], [Reduction(3.0), Reduction(9.0, terms=(of_nine,))])
-        assert signs.have_changed
 
     def test_they_are_kept(self) -> None:
         signs, again = Signs(), Signs()
         signs.of_graph(4, 9, "MeanBackward0", ("mean",))
         signs.of_modes([True])
-        signs.compares_samples = signs.compares_ones = True
+        signs.compares_samples = True
         again.load_state_dict(signs.state_dict())
         assert [getattr(again, name) for name in Signs.__slots__] == [getattr(signs, name) for name in Signs.__slots__]
         signs.of_graph(4, 8, "", ())

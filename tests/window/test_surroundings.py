@@ -208,6 +208,6 @@ def test_what_we_wrap_a_function_in_is_no_step_to_what_it_holds() -> None:
 
     step = Task().step
     assert surroundings_of([step]).generators == [generator]
-    wrapped = loss_function(None, step, None)
+    wrapped = loss_function(None, step)
     wrapped, _, _, _ = stated(wrapped, len, "sum")
     assert surroundings_of([wrapped]).generators == [generator]
