@@ -250,8 +250,7 @@ class Verified:
     """The window that the samples are of."""
     hypothesis: str
     """What the loss is: ``"num_items"``, ``"items"`` (means over what the user, or its graph, counts), ``"samples"``
-    (a mean over them), ``"sum"`` or ``"sum and penalties"`` (terms of the parameters alone stand in it once); or
-    ``'terms {"words": "items", "0": "sum"}'``: several terms, each by itself, by their names or places."""
+    (a mean over them), ``"sum"`` or ``"sum and penalties"`` (terms of the parameters alone stand in it once)."""
     error: float
     """How far the gradient of the worst cut is off, as a fraction of the whole one's norm, or of its worst tensor's."""
     tolerance: float

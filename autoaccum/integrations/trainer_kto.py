@@ -21,8 +21,8 @@ class Divergence:
     """How much likelier mismatched answers are to a model than to its reference, on average over a batch.
 
     It stands in the loss of each answer, without a gradient (Ethayarajh and others 2024, equation 7). In training the
-    trainer computes it itself, for its step runs once on the full batch. A batch of evaluation that does not fit is cut
-    into pieces, of each of which it would be a mean over that alone: it is computed of all of them first.
+    trainer's own step computes it, because that runs once on the full batch. An evaluation batch that does not fit is
+    split, and there it is computed first, over the full batch.
     """
 
     def __init__(self, trainer: Any) -> None:

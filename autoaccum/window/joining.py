@@ -184,10 +184,10 @@ class SharedTransaction(Transaction):
         expected = self._ordered(self._gradients.trained()) if self._overlaps else []
         self._group.summing.expect(expected, self._compression)
 
-    def _foretold(self) -> Mapping[str, float] | None:
+    def _count_totals(self) -> Mapping[str, float] | None:
         """Count the items of each loss in the window: each rank those of its share, which add up to it."""
         # As a window begins, which all ranks do; in its midst others may not be reached, or not so often.
-        told = self._group.exchange(super()._foretold())
+        told = self._group.exchange(super()._count_totals())
         found = [totals for totals in told if totals is not None]
         if len(found) < len(told):
             return None
@@ -341,7 +341,7 @@ class SharedTransaction(Transaction):
     def _join_names(self, heard: Sequence[Told]) -> None:
         """Take the losses of all ranks by their names."""
         if not self.counts_by_name and any(each.counts_by_name for each in heard):
-            self.counts_by_name, self._is_foretold, self._totals = True, True, {}
+            self.counts_by_name, self._has_totals, self._totals = True, True, {}
         if all(each.named is None for each in heard):
             return
         own = Named(self._num_samples, {}) if self._named is None else self._named

@@ -57,7 +57,7 @@ class Named:
 
     def keep(self, index: int, losses: Mapping[str, torch.Tensor]) -> None:
         """Keep the losses of the micro-batch of that index; they have one weight, that of their sum."""
-        self._micro_batches[index] = _MicroBatch({name: loss.detach() for name, loss in losses.items()})
+        self._micro_batches[index] = _MicroBatch({name: loss.detach().clone() for name, loss in losses.items()})
 
     def weigh(
         self, index: int, computed: Computed, counted: Mapping[str, Count], num_samples: int

@@ -107,7 +107,7 @@ class Transaction:
         self.counts_by_name = isinstance(job.num_items, Mapping | list | tuple)
         """Whether the user counts the items of each of several losses; of a function its first result tells."""
         self._totals: Mapping[str, float] = {}  # items of each loss in this window, counted before it is run
-        self._is_foretold = True  # whether it was tried to count these
+        self._has_totals = True  # whether it was tried to count these
         self._shown_totals: Mapping[str, float] | None = None  # what its last attempt has counted, where these differ
         self._keeps_shown = False  # whether those hold for all later attempts at the window
         self._num_repeats = 0  # of the window, for totals that differ
@@ -136,7 +136,7 @@ class Transaction:
         self.snapshot.take()
         self.signs.of_modes(self.snapshot.modes())
         self._begun = self._state() if self._job.state == "window" else None
-        self.is_open, self._is_foretold, self._shown_totals, self._num_repeats = True, False, None, 0
+        self.is_open, self._has_totals, self._shown_totals, self._num_repeats = True, False, None, 0
         self._begin_anew(window.num_samples)
 
     def _state(self) -> State:
@@ -224,14 +224,14 @@ class Transaction:
 
     def _begin_named(self, num_samples: int) -> Named:
         """Begin an attempt at a window whose losses are weighed one by one."""
-        if not self._is_foretold:  # once a window
-            self._totals, self._is_foretold = self._foretold() or {}, True
+        if not self._has_totals:  # once a window
+            self._totals, self._has_totals = self._count_totals() or {}, True
         totals = self._totals if self._shown_totals is None else self._shown_totals
         if not self._keeps_shown:  # an attempt that runs out of memory is run again as if it had never been
             self._shown_totals = None
         return Named(num_samples, totals)
 
-    def _foretold(self) -> Mapping[str, float] | None:
+    def _count_totals(self) -> Mapping[str, float] | None:
         """Count the items of each loss in the window; return None where that fails."""
         num_items = self._job.num_items
         assert num_items is not None
@@ -243,7 +243,7 @@ class Transaction:
     def _add_by_name(self, batch: Any, num_samples: int, counted: Mapping[str, Count]) -> None:
         """Add a micro-batch each of whose losses has a weight of its own."""
         if not self.counts_by_name:  # the first one of a run, of whose window nothing was counted before
-            self.counts_by_name, self._is_foretold, self._totals = True, True, {}
+            self.counts_by_name, self._has_totals, self._totals = True, True, {}
             self._named = Named(self._num_samples, {})
             self._tally = Tally(self._num_samples, deferred=self._is_deferred, total=1.0)
         index, loss = len(self._sizes), self._forward(batch, num_samples)
@@ -388,7 +388,8 @@ class Transaction:
         losses = [micro_loss for micro_loss in self._losses if micro_loss is not None]
         found = PLAIN_SUM
         if not self._weighs_by_name:
-            found = conclude_by(self.hypothesis, self._job.reduction, sizes, reductions, has_zeros=self._has_zeros())
+            has_zeros = self.hypothesis is None and self._has_zeros()
+            found = conclude_by(self.hypothesis, self._job.reduction, sizes, reductions, has_zeros=has_zeros)
         elif self._are_totals_wrong(losses):
             return Repeat(sizes=own)
         has_constants = len(sizes) > 1 and any(reduction.constants for reduction in reductions)
@@ -495,7 +496,7 @@ class Transaction:
         self._foresight.commit()
         del self._window
         # Even a loss is memory of the device, which the optimizer's step may need.
-        self._losses, self._reductions, self._norms = [], [], {}
+        self._losses, self._reductions, self._norms, self._named = [], [], {}, None
         if self.outputs.are_there or self.outputs.have_missed:
             self.outputs.begin()
 

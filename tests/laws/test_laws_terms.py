@@ -202,19 +202,26 @@ def run(running: autoaccum.Accumulator, batch: Any, plan: list[int]) -> tuple[fl
     return float(gradient.loss), repeats
 
 
+def compared(step: Step, plan: list[int], **options: Any) -> tuple[list[Any], list[int]]:
+    """Compare windows with whole batches; return what was told, and how often each window was run again."""
+    told, repeats = list[Any](), list[int]()
+    model, other = heads(), heads()
+    running = accumulator(model, step, told, micro_batch=max(plan), **options)
+    for seed in range(4):
+        batch = batch_of(seed, unlabelled=0.15 * seed)
+        loss, again = run(running, batch, plan)
+        repeats.append(again)
+        expected = whole(other, step, batch)
+        assert error(model, other) < 1e-12
+        assert loss == pytest.approx(expected, rel=1e-12)
+    return told, repeats
+
+
 @pytest.mark.device(every=13)
 @pytest.mark.parametrize("step", LOOPS, ids=lambda step: step.__name__)
 @pytest.mark.parametrize("plan", PLANS[3:-1:2], ids=lambda plan: "+".join(map(str, plan)))
 def test_the_gradient_and_the_loss_are_those_of_the_whole_batch(step: Step, plan: list[int]) -> None:
-    told: list[Any] = []
-    model, other = heads(), heads()
-    running = accumulator(model, step, told, micro_batch=max(plan))
-    for seed in range(4):
-        batch = batch_of(seed, unlabelled=0.15 * seed)
-        loss, _ = run(running, batch, plan)
-        expected = whole(other, step, batch)
-        assert error(model, other) < 1e-12
-        assert loss == pytest.approx(expected, rel=1e-12)
+    told, _ = compared(step, plan)
     assert [event for event in told if isinstance(event, Notice)] == []
 
 
@@ -241,16 +248,8 @@ COUNTED: dict[Step, Any] = {
 @pytest.mark.parametrize("step", COUNTED, ids=lambda step: step.__name__)
 @pytest.mark.parametrize("plan", PLANS, ids=lambda plan: "+".join(map(str, plan)))
 def test_losses_whose_items_the_user_counts_are_weighed_one_by_one(step: Step, plan: list[int]) -> None:
-    told: list[Any] = []
-    model, other = heads(), heads()
-    running = accumulator(model, step, told, micro_batch=max(plan), num_items=COUNTED[step])
-    for seed in range(4):
-        batch = batch_of(seed, unlabelled=0.15 * seed)
-        loss, repeats = run(running, batch, plan)
-        expected = whole(other, step, batch)
-        assert error(model, other) < 1e-12
-        assert loss == pytest.approx(expected, rel=1e-12)
-        assert not repeats
+    told, repeats = compared(step, plan, num_items=COUNTED[step])
+    assert repeats == [0] * 4
     assert [event for event in told if isinstance(event, Notice | Joined)] == []
     assert all(event.passed for event in told if isinstance(event, Verified))
 
