@@ -599,7 +599,7 @@ NOT_KEPT = {
     "Contest.windows": "the same",
     "Step._piece": "what runs at this moment",
     "Step._is_timed": "of the window that runs",
-    "JoinableTransaction._is_foretold": "of the window that runs",
+    "JoinableTransaction._has_totals": "of the window that runs",
     "Seeds._seeds": "a cache of constants",
     "History._fitted": "made again of the trials",
     "Trainer._wish": "why the first process ended",
