@@ -9,10 +9,7 @@ The names below are imported when they are first used (PEP 562), so that those w
 
 from __future__ import annotations
 
-import sys
 from importlib import import_module
-from importlib.machinery import ModuleSpec
-from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from autoaccum._version import __version__
@@ -94,31 +91,3 @@ def __getattr__(name: str) -> Any:
 
 def __dir__() -> list[str]:
     return sorted([*globals(), *_HOMES])
-
-
-_MOVED = {
-    "autoaccum.reporting.best_lr": "autoaccum.sweeps.best_lr",
-    "autoaccum.reporting.records": "autoaccum.runs.records",
-    "autoaccum.reporting.runs": "autoaccum.reporting.columns",
-    "autoaccum.reporting.study": "autoaccum.sweeps.facts",
-    "autoaccum.reporting.study_page": "autoaccum.sweeps.page",
-    "autoaccum.reporting.study_plots": "autoaccum.sweeps.plots",
-}
-"""Modules by the names that they once had, under which they can still be imported."""
-
-
-class _MovedModules:
-    """Finder and loader of the modules above: an old name stands for the very module that has the new one."""
-
-    def find_spec(self, name: str, path: object = None, target: object = None) -> ModuleSpec | None:
-        return ModuleSpec(name, self) if name in _MOVED else None  # type: ignore[arg-type]
-
-    def create_module(self, spec: ModuleSpec) -> None:
-        """Leave it to Python to make one, which ``exec_module`` replaces."""
-
-    def exec_module(self, module: ModuleType) -> None:
-        # What stands in sys.modules under the old name after this call is what the import statement gets.
-        sys.modules[module.__name__] = import_module(_MOVED[module.__name__])
-
-
-sys.meta_path.append(_MovedModules())  # the last to be asked, for names that nothing else finds

@@ -249,8 +249,8 @@ class Verified:
     step: int
     """The window that the samples are of."""
     hypothesis: str
-    """What the loss is: ``"num_items"``, ``"items"`` (means over what the user, or its graph, counts), ``"samples"``
-    (a mean over them), ``"sum"`` or ``"sum and penalties"`` (terms of the parameters alone stand in it once)."""
+    """What the loss is: ``"num_items"`` or ``"items"``, a mean over what the user, or its graph, counts, or ``"sum"``,
+    a sum over samples."""
     error: float
     """How far the gradient of the worst cut is off, as a fraction of the whole one's norm, or of its worst tensor's."""
     tolerance: float

@@ -69,6 +69,7 @@ STAGES = [
         peers=("sentence-transformers",),
     ),
     Stage(name="joined", tables=("joined",), quick=("--rounds", "2")),
+    Stage(name="verified", tables=("verified",), quick=ONE_ROUND),
     Stage(name="ranks", tables=("ranks", "ranks_told", "ranks_model", "ranks_balance"), quick=ONE_ROUND),
     Stage(name="rank_ends", tables=("rank_ends",), quick=(*FEW_ENDS, "--starting", "1", "--restarts", "1")),
     Stage(name="rank_elastic", tables=("rank_elastic",)),

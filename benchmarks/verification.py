@@ -9,10 +9,11 @@ parameters, buffers and state. A window is *exact* (within 1e-6), *said* (not ex
 *said of state* (the like, but buffers do differ after it), a *raw error* (no error of autoaccum's) or *refused* (one of
 autoaccum's). Which cases can be cut is never stated, only measured; but for forwards that draw random numbers, where it
 is: samples that do not meet are independent, and joined windows count as their run has measured them. Cases with a
-collate_fn are trained by fit, but for the plan that memory decides.
+collate_fn are trained by fit, but for the plan that memory decides. Of cases that are *joined* those are counted that
+hold more than half of what the full batch holds for backward (measured on seven samples).
 
 The exit status is 1 if more than 0.5 % are silently wrong, more than 1 % false alarms, or there is a raw error.
-The whole takes about five minutes on one core. With --write the table goes to benchmarks/results/verification.md.
+The whole takes about half an hour on one core. With --write the table goes to benchmarks/results/verification.md.
 """
 
 from __future__ import annotations
@@ -62,7 +63,7 @@ def table_of(runs: list[Run]) -> tuple[list[str], list[list[object]]]:
             rows.append(_row(group, [found for found in chosen if found.case.group == group]))
         rows.append(_row(f"**{kind}**", chosen))
     rows.append(_row("**all**", runs))
-    return ["group", "cases", "of them wrong when cut", "windows", *VERDICTS], rows
+    return ["group", "cases", "of them wrong when cut", "joined", "of these above half", "windows", *VERDICTS], rows
 
 
 def _row(name: str, runs: list[Run]) -> list[object]:
@@ -75,7 +76,13 @@ def _row(name: str, runs: list[Run]) -> list[object]:
         counts[verdict]
         for verdict in VERDICTS
     ]  # fmt: skip
-    return [name, len({found.case.name for found in runs}), len(wrong), windows, *shares]
+    held: dict[str, float] = {}  # of each case that was joined under any plan, the most
+    for found in runs:
+        of_run = [outcome.held for outcome in found.outcomes if outcome.held is not None]
+        if of_run:
+            held[found.case.name] = max(of_run[-1], held.get(found.case.name, 0.0))
+    large = sum(share > 0.5 for share in held.values())
+    return [name, len({found.case.name for found in runs}), len(wrong), len(held), large, windows, *shares]
 
 
 def listing(runs: list[Run]) -> list[str]:

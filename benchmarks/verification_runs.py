@@ -78,6 +78,8 @@ class Outcome:
     """Of the buffers after the window."""
     is_joined: bool = False
     """Whether micro-batches were joined, and were measured to be exact by the run itself."""
+    held: float | None = None
+    """What such a window holds for backward, as a share of what the full batch holds."""
 
     @property
     def is_exact(self) -> bool:
@@ -218,7 +220,9 @@ class Watch:
     def after(self, window: int, events: list[Any]) -> Outcome:
         """Return what became of the window."""
         outcome = Outcome(window=window, notices=tuple(dict.fromkeys(e.consequence for e in notices_in(events))))
-        outcome.is_joined = any(isinstance(event, Joined) and event.passed for event in events)
+        for event in events:
+            if isinstance(event, Joined) and event.passed:
+                outcome.is_joined, outcome.held = True, event.held
         if self._before is not None:
             given = self.optimizer.gradients or [None] * len(self.parameters)
             if self._work.by_update:

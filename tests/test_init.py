@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ast
-import importlib
 import json
 import subprocess
 import sys
@@ -115,39 +114,3 @@ def test_a_module_of_public_names_is_an_attribute_without_an_import_of_its_own(n
     """In a fresh interpreter, for each import of any of them would make it one."""
     script = f"import autoaccum\nassert autoaccum.{name}.__name__ == 'autoaccum.{name}'"
     subprocess.run([sys.executable, "-c", script], check=True)
-
-
-MOVED = {
-    "autoaccum.reporting.best_lr": ("autoaccum.sweeps.best_lr", "best_lrs_of"),
-    "autoaccum.reporting.records": ("autoaccum.runs.records", "read_records"),
-    "autoaccum.reporting.runs": ("autoaccum.reporting.columns", "load_run"),
-    "autoaccum.reporting.study": ("autoaccum.sweeps.facts", "facts_of"),
-    "autoaccum.reporting.study_page": ("autoaccum.sweeps.page", "write_study_report"),
-    "autoaccum.reporting.study_plots": ("autoaccum.sweeps.plots", "pictures"),
-}
-
-
-@pytest.mark.parametrize("old", MOVED)
-def test_a_module_that_has_moved_is_imported_by_its_old_name_too(old: str) -> None:
-    """In a fresh interpreter, by each way to import; and it is the same module, not another of its kind."""
-    new, name = MOVED[old]
-    if old.endswith(("study_page", "study_plots")):
-        pytest.importorskip("matplotlib")
-    package, _, last = old.rpartition(".")
-    script = (
-        f"from {old} import {name}\n"
-        f"import {old}, {new}\n"
-        f"import {old} as whole\n"
-        f"from {package} import {last}\n"
-        f"assert {last} is whole is {old} is {new}\n"
-        f"assert {name} is {new}.{name}\n"
-        f"assert {new}.__spec__.name == {new!r}, 'it is still known by its own name'"
-    )
-    subprocess.run([sys.executable, "-c", script], check=True)
-
-
-def test_the_table_of_moved_modules_is_all_that_is_found_by_old_names() -> None:
-    assert {old: new for old, (new, _) in MOVED.items()} == autoaccum._MOVED
-    for name in ("autoaccum.reporting.nothing", "reporting.study"):
-        with pytest.raises(ModuleNotFoundError, match="No module named"):
-            importlib.import_module(name)

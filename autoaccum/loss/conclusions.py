@@ -46,24 +46,25 @@ SEVERAL: Doubt = (
 )
 """What speaks against one weight for all terms of a loss."""
 
-DIVIDED_LATER = (
-    'Return the sum alone, divided by nothing, with reduction="sum" and num_items=(micro-batch) -> its share of what '
-    "the sum of the whole window is divided by"
-)
 BY_ONE: Doubt = (
     "it divides by 1, which may be the count of one or, kept from 0, of none",
     "Pass accumulate='joined', which divides by the count of the whole window",
 )
 """What speaks against a count of exactly 1."""
 
+PENALTIES: Doubt = (
+    "a term of parameters alone stands beside a sum over samples",
+    "Pass accumulate='joined', by which it is counted once, or divide the sum by the number of samples",
+)
+"""What speaks against adding up sums in which terms stand that are the same in each micro-batch."""
 
-def conclude(sizes: Sequence[int], reductions: Sequence[Reduction], has_zeros: bool = False) -> Conclusion:
+
+def conclude(sizes: Sequence[int], reductions: Sequence[Reduction]) -> Conclusion:
     """Conclude what the losses of a window's micro-batches add up to.
 
     Args:
         sizes: samples of each.
         reductions: how each one's loss was reduced.
-        has_zeros: whether a loss that was divided by 1 is 0, as where a mask is empty.
     """
     # Reductions without terms are plain means, or counts of the user's: there is nothing to tell.
     if not any(reduction.terms for reduction in reductions):
@@ -93,16 +94,12 @@ def conclude(sizes: Sequence[int], reductions: Sequence[Reduction], has_zeros: b
     are_alike = is_sum or all(proportional(counts, divisors[0]) for counts in divisors[1:])
     if len(set(kinds)) > 1 or not are_alike:
         return Conclusion(is_sum, SEVERAL)
-    # An empty mask gives itself away by a loss of 0 where its term is all of the loss.
+    # Where its term is all of the loss, an empty mask gives itself away by a loss of 0.
     is_alone = len(columns) == 1 and not any(reduction.constants for reduction in reductions)
-    kept_from_0 = (
-        has_zeros
-        if is_alone
-        else any(_may_be_kept(sizes, terms, counts) for terms, counts in zip(columns, divisors, strict=True))
-    )
-    if kept_from_0 and not is_sum:
+    pairs = zip(columns, divisors, strict=True)
+    if not is_sum and not is_alone and any(_may_be_kept(sizes, terms, counts) for terms, counts in pairs):
         return Conclusion(is_sum, BY_ONE)
-    return Conclusion(is_sum, _doubt_of_constants(sizes, reductions, is_sum))
+    return Conclusion(is_sum, _doubt_of_constants(reductions, is_sum))
 
 
 def num_contributing(losses: Sequence[torch.Tensor | None], reductions: Sequence[Reduction]) -> int:
@@ -219,7 +216,7 @@ def _kind_of_constant(with_items: Sequence[tuple[int, float, Term]]) -> tuple[Ki
     )
 
 
-def _doubt_of_constants(sizes: Sequence[int], reductions: Sequence[Reduction], is_sum: bool) -> Doubt | None:
+def _doubt_of_constants(reductions: Sequence[Reduction], is_sum: bool) -> Doubt | None:
     """Return what speaks against counting the terms of parameters alone once a window; None when nothing does.
 
     It is exact for a term that is the same in each micro-batch as in the window: one that is multiplied, or divided, by
@@ -227,13 +224,11 @@ def _doubt_of_constants(sizes: Sequence[int], reductions: Sequence[Reduction], i
     """
     if len({len(reduction.constants) for reduction in reductions}) > 1:
         return "its terms are not the same ones in each micro-batch", _COUNT
+    if is_sum and any(reduction.constants for reduction in reductions):
+        return PENALTIES
     is_shared_out = any(reduction.is_shared_out for reduction in reductions)
     for factors in zip(*(map(float, reduction.constants) for reduction in reductions), strict=True):
-        # Beside a sum over samples a penalty may be multiplied with their number, to be as large as in a mean.
-        grows = is_sum and any(
-            size > 1 and factor and factor % size == 0 for size, factor in zip(sizes, factors, strict=True)
-        )
-        if len({round(factor, 12) for factor in factors}) > 1 or grows or is_shared_out:
+        if len({round(factor, 12) for factor in factors}) > 1 or is_shared_out:
             return (
                 "a term that depends on the parameters alone is multiplied or divided by a count of samples",
                 "Add such terms as they are: they are counted once a window",

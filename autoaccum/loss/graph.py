@@ -37,8 +37,6 @@ RESHAPED = {
 MEAN, SUM = 1, 2
 """What a loss's node saves for ``reduction="mean"`` and ``reduction="sum"``: the values of at::Reduction."""
 
-_LINEAR = ADDITIONS | RESHAPED | {"Cat", "Expand", "Mean", "Select", "Stack", "Sum", "Unbind"}
-
 # What penalties and the learnt weights of losses are made of. Whatever is not among these, such as Addmm or Embedding,
 # counts as depending on the batch.
 _OF_PENALTIES = (
@@ -80,21 +78,6 @@ def operation_of(node: Any) -> str:
 def inputs_of(node: Any) -> list[Any]:
     """Return the nodes that made a node's inputs; an input that is a constant has none."""
     return [child for child, _ in node.next_functions if child is not None]
-
-
-def is_linear_operation(node: Any) -> bool:
-    """Return whether a node does no more than add up, scale and reshape what comes from its inputs."""
-    operation = operation_of(node)
-    if operation not in ("Mul", "Div"):
-        return operation in _LINEAR
-    inputs = [child for child, _ in node.next_functions]
-    first = inputs[0]
-    second = inputs[1] if len(inputs) > 1 else None
-    if first is None or second is None:
-        # The other one is a constant. A constant divided by the outputs is not linear in them.
-        return operation == "Mul" or first is not None
-    # Both have a graph. One of them may be learnt, as in exp(-s) * loss, and is a constant within a window.
-    return only_parameters(second) or (operation == "Mul" and only_parameters(first))
 
 
 # Of the process and not of a run: what one optimizer trains is data to no loss. Weakly, and by identity.

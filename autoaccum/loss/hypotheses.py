@@ -9,29 +9,18 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 Hypothesis = str
-"""A key of ``WORDS``. num_items: a mean over what the user counts. items: a mean over what its graph divides by.
-samples: a mean over samples. sum: a sum over samples. sum and penalties: the same, but terms of parameters alone stand
-in it once."""
+"""A key of ``WORDS``. num_items: a mean over what the user counts. items: a mean over what its graph divides by. sum: a
+sum over samples."""
 
 WORDS: dict[str, str] = {
     "num_items": "a mean over what num_items counts",
     "items": "a mean over its items",
-    "samples": "a mean over samples",
     "sum": "a sum over samples",
-    "sum and penalties": "a sum over samples, plus penalties on parameters",
 }
 """What people are told of each."""
 
-SUMS: tuple[Hypothesis, ...] = ("sum", "sum and penalties")
-"""Those by which each micro-batch counts once, whatever it holds."""
-
-STATED: dict[str, Hypothesis] = {"sum": "sum and penalties"}
+STATED: dict[str, Hypothesis] = {"sum": "sum"}
 """What a loss is taken for of which the user says so, until it is measured."""
-
-
-def is_stated(hypothesis: Hypothesis, reduction: str | None) -> bool:
-    """Return whether a hypothesis is what a user says of a loss: that it is a mean, or a sum."""
-    return reduction is None or (hypothesis in SUMS) == (reduction == "sum")
 
 
 Doubt = tuple[str, str]

@@ -10,24 +10,23 @@ the guess is right and there is nothing to multiply; else it keeps magnitudes wh
 A loss that is a sum, divided by no count but perhaps by a constant d, has n_j = d in every micro-batch and N = d too.
 
 The weights n_j / N sum to one, so a term that does not depend on the batch, such as a penalty on the parameters, is
-counted once. Beside a sum they are all one, and there such a term is scaled where it enters the loss.
+counted once. Beside a sum they are all one, and each micro-batch would count such a term: those losses are joined.
 """
 
 from __future__ import annotations
 
 import math
-from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
 import torch
 
 from autoaccum.loss.conclusions import conclude
-from autoaccum.loss.hypotheses import PLAIN_MEAN, PLAIN_SUM, SUMS, Conclusion, Hypothesis
+from autoaccum.loss.hypotheses import PLAIN_MEAN, PLAIN_SUM, Conclusion, Hypothesis
 from autoaccum.loss.reading import Numbers
-from autoaccum.loss.terms import NONE, Count, Division, Edge, Reduction, divisor_of
+from autoaccum.loss.terms import NONE, Count, Division, Reduction, divisor_of
 
 
 class Tally:
@@ -131,10 +130,6 @@ class Tally:
         """Return the micro-batches whose count was read at the end, and turned out to be 0."""
         return [index for index in self._late if not self._counts[index]]
 
-    def leave_out(self, index: int) -> None:
-        """Count nothing for that micro-batch: it had no items after all, and a gradient of 0."""
-        self._counts[index] = 0.0
-
     def total(self, is_sum: bool) -> float:
         """Return what the window's sum is divided by: all of its items, or what each micro-batch's sum was."""
         counts = [count for count in self.read() if count]
@@ -172,8 +167,6 @@ def conclude_by(
     stated: object,
     sizes: Sequence[int],
     reductions: Sequence[Reduction],
-    *,
-    has_zeros: bool,
 ) -> Conclusion:
     """Return what a window is: as was measured, or as its micro-batches show.
 
@@ -182,13 +175,12 @@ def conclude_by(
         stated: what the user says that the loss is.
         sizes: samples of each micro-batch.
         reductions: how each one's loss was reduced.
-        has_zeros: whether a loss that was divided by 1 is 0.
     """
     # What was measured holds for the run, whatever the graphs of a window look like.
     if hypothesis is not None:
-        return PLAIN_SUM if hypothesis in SUMS else PLAIN_MEAN
+        return PLAIN_SUM if hypothesis == "sum" else PLAIN_MEAN
     if len(sizes) > 1 and any(reduction.terms for reduction in reductions):
-        found = conclude(sizes, reductions, has_zeros)
+        found = conclude(sizes, reductions)
         return replace(found, is_sum=False) if stated == "mean" else found  # as the user says
     return PLAIN_MEAN
 
@@ -255,51 +247,18 @@ class Seeds:
         return self._seeds[key]
 
 
-@contextmanager
-def counted_once(reduction: Reduction, share: float) -> Iterator[None]:
-    """Scale, within it, what a backward gives to terms that depend on parameters alone.
-
-    Args:
-        reduction: of the loss, with its graph.
-        share: of this micro-batch in its window; the shares of all of them add up to one.
-    """
-    # By hooks on the additions through which they enter the loss, not on the terms, which may share nodes with others.
-    with weighed([(edge, share) for edge in reduction.edges]):
-        yield
-
-
-@contextmanager
-def weighed(terms: Sequence[tuple[Edge, Count | None]]) -> Iterator[None]:
-    """Multiply, within it, what a backward gives to terms.
-
-    Args:
-        terms: where each enters the loss, and its weight; None: nothing goes there, not even 0, which a division by 0
-            under it would make NaN.
-    """
-    weights: dict[Any, dict[int, Count | None]] = defaultdict(dict)
-    for edge, weight in terms:
-        weights[edge.node][edge.place] = weight
-    handles = [node.register_hook(_weighing(of_node)) for node, of_node in weights.items()]
-    try:
-        yield
-    finally:
-        for handle in handles:
-            handle.remove()
-
-
-def weighted_backward(loss: torch.Tensor, seed: torch.Tensor, reduction: Reduction, share: float | None) -> None:
-    """Run the backward of a loss whose gradient begins with ``seed``, with what its reduction asks for.
+def weighted_backward(loss: torch.Tensor, seed: torch.Tensor, divisions: Sequence[Division]) -> None:
+    """Run the backward of a loss whose gradient begins with ``seed``.
 
     Args:
         loss: of a micro-batch.
         seed: its weight.
-        reduction: how it was reduced.
-        share: of the window's samples, where terms of parameters alone stand beside a sum; else None.
+        divisions: in it, by numbers that may be 0.
     """
-    if share is None and not reduction.divisions:  # nearly always
+    if not divisions:  # nearly always
         torch.autograd.backward(loss, seed)
         return
-    with guarded(reduction.divisions), nullcontext() if share is None else counted_once(reduction, share):
+    with guarded(divisions):
         torch.autograd.backward(loss, seed)
 
 
@@ -328,20 +287,6 @@ def _guarding(division: Division) -> Callable[[Any, Any], Any]:
             is_some = division.number.isfinite() if division.is_product else division.number != 0
             guarded[division.place] = torch.where(is_some, gradient, torch.zeros_like(gradient))
         return tuple(guarded)
-
-    return hook
-
-
-def _weighing(weights: Mapping[int, Count | None]) -> Callable[[Any, Any], Any]:
-    """Make a hook for a node that multiplies its gradients for some inputs, each with its weight."""
-
-    def hook(to_inputs: tuple[torch.Tensor | None, ...], _: object) -> tuple[torch.Tensor | None, ...]:
-        weighed = list(to_inputs)
-        for index, weight in weights.items():
-            gradient = to_inputs[index]
-            if gradient is not None:
-                weighed[index] = None if weight is None else gradient * weight
-        return tuple(weighed)
 
     return hook
 

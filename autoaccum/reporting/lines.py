@@ -228,9 +228,7 @@ def verified_text(event: Verified) -> str:
     verdict = "exact" if event.passed else "not exact"
     where = "" if event.passed or event.tensor is None else f" in {event.tensor}"
     loss = WORDS[event.hypothesis]
-    if event.passed and event.hypothesis == "sum and penalties":
-        loss += " (penalties on parameters count once a step, and once a micro-batch in the reported loss)"
-    # What passes only for rounding, as 64 bits or other orders show, is taken for the tolerance itself.
+    # What passes only for rounding, as 64 bits show, is taken for the tolerance itself.
     is_rounded = event.passed and event.error == event.tolerance
     allowed = "within measured rounding" if is_rounded else f"{event.tolerance:.0e} allowed"
     return (
@@ -239,14 +237,23 @@ def verified_text(event: Verified) -> str:
     )
 
 
+_SAVES_LITTLE = 0.5
+"""Shares of the full batch's memory above which it is said why joined micro-batches hold so much."""
+
+
 def joined_text(event: Joined) -> str:
     """Return how micro-batches are joined, and what was measured of it, as a text."""
     verdict = "exact" if event.passed else "not exact"
     where = "" if event.passed or event.tensor is None else f" in {event.tensor}"
+    more = ""
+    if event.held > _SAVES_LITTLE:
+        names = [*event.opened[:2], *(["others"] if len(event.opened) > 2 else [])]
+        whole = ", ".join(names) or "the step's own code"
+        more = f", for the full batch runs through {whole} (of BatchNorm layers, batch_norm='ghost:32' saves more)"
     return (
         f"step {event.step}: micro-batches are joined: {verdict}, relative error {event.error:.1e}{where} "
         f"({event.tolerance:.0e} allowed; {event.samples} samples); a step holds {event.held:.0%} of what the full "
-        f"batch holds for backward, and a micro-batch. Reason: {event.reason}"
+        f"batch holds for backward, and a micro-batch{more}. Reason: {event.reason}"
     )
 
 

@@ -21,7 +21,6 @@ from autoaccum.data.randomness import mix
 from autoaccum.data.splits import SplitLike, is_said, split_of, tensors
 from autoaccum.errors import AlreadySteppedError, ConflictingArgumentsError, EmptyDatasetError
 from autoaccum.events import Event
-from autoaccum.loss.coupling import batch_norms, smallest_micro_batch
 from autoaccum.loss.functions import loss_function, stated
 from autoaccum.loss.stated import CountItems, Reducing
 from autoaccum.memory.devices import being_current, current_device_kept
@@ -40,7 +39,7 @@ from autoaccum.training.prepared import unprepared
 from autoaccum.training.setup import device_of, make_step, place_of
 from autoaccum.training.step_samples import StepSamples
 from autoaccum.training.synonyms import answering, of_one_batch
-from autoaccum.window.batch_norm import statistics_of
+from autoaccum.window.batch_norm import batch_norms, smallest_micro_batch, statistics_of
 from autoaccum.window.gradient import Gradient
 from autoaccum.window.job import Job
 from autoaccum.window.optimizers import (

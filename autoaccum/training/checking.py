@@ -18,10 +18,8 @@ from autoaccum.data.base import Window
 from autoaccum.data.splits import SplitLike, split_of
 from autoaccum.errors import NonFiniteLossError
 from autoaccum.events import Notice
-from autoaccum.loss.counting import count_items
-from autoaccum.loss.coupling import Crossing, couples_samples, crossings, smallest_micro_batch
+from autoaccum.loss.conclusions import conclude
 from autoaccum.loss.functions import loss_function, stated
-from autoaccum.loss.hypotheses import Hypothesis
 from autoaccum.loss.reductions import read, without_graph
 from autoaccum.loss.stated import CountItems, Reducing, total
 from autoaccum.loss.terms import Reduction
@@ -40,15 +38,12 @@ from autoaccum.training.traces import no_trace
 from autoaccum.verification import notices
 from autoaccum.verification.certain import why_uncertain, why_unweighted
 from autoaccum.verification.comparison import tolerance_of
-from autoaccum.verification.decision import in_order
-from autoaccum.verification.draws import UnalignedError, UnsettledError
-from autoaccum.verification.findings import FOREIGN, Cut, Decision, Outcome, Verdict, ZeroGradientError
+from autoaccum.verification.findings import FOREIGN, Decision, Verdict
 from autoaccum.verification.joining import measure_joined
-from autoaccum.verification.measurement import Measurement
 from autoaccum.verification.samples import MOST, choose, cuts_of
 from autoaccum.verification.side_effects import SideEffects
 from autoaccum.verification.verdict import measure
-from autoaccum.window.batch_norm import refuse_unseen, statistics_of
+from autoaccum.window.batch_norm import refuse_unseen, smallest_micro_batch, statistics_of
 from autoaccum.window.job import Job
 from autoaccum.window.joined import why_not_joined
 from autoaccum.window.modules import into_training
@@ -227,8 +222,6 @@ class _Shown:
     """Samples of some micro-batches."""
     reductions: list[Reduction] = field(default_factory=list)
     """How the loss of each was reduced."""
-    crossings: list[tuple[int, set[Crossing]]] = field(default_factory=list)
-    """By which operations the samples of each meet."""
     written: list[torch.Tensor] = field(default_factory=list)
     """What forwards have written to."""
 
@@ -245,31 +238,20 @@ class _Check:
         self._window = window
         self._parameters = [p for module in job.modules for p in module.parameters() if p.requires_grad]
         self._smallest = smallest_micro_batch(job.modules, job.batch_norm)
-        self._untrained: Notice | None = None
-        self._counts_by_name = False
         self._failed_on: list[tuple[tuple[int, ...], tuple[int, ...]]] = []
         self._uncertain: str | None = None  # why weights that were measured to be right are no certain count
 
     def _weighted(self, shown: _Shown, started: float) -> CheckReport:
         """Measure weighted micro-batches, and say what came of it."""
-        order = in_order(shown.sizes, shown.reductions, counts_items=self._job.num_items is not None)
+        is_sum = bool(shown.sizes) and conclude(shown.sizes, shown.reductions).is_sum
+        is_sum = is_sum if self._job.reduction is None else self._job.reduction == "sum"
+        counts_items = self._job.num_items is not None
+        likely = "num_items" if counts_items else "sum" if is_sum else "items"
         most = max(MOST, 3 * self._smallest)
-        verdict = measure(self._job, self._window, order[0], most=most, written=shown.written)
+        verdict = measure(self._job, self._window, likely, most=most, written=shown.written)
         if verdict.decision is None:
             return self._not_measured(verdict, started)
-        decision = verdict.decision
-        try:
-            detailed = attempt(partial(self._in_detail, verdict, decision, order, shown.written))
-        except ZeroGradientError:  # but for rounding, which is another each time
-            return self._not_measured(
-                replace(verdict, unmeasured="the gradient of a few samples is 0", is_passing=True), started
-            )
-        except (UnalignedError, UnsettledError) as error:
-            why = f"what {error} draws for a few samples cannot be found among what it draws for all"
-            return self._not_measured(replace(verdict, unmeasured=why), started)
-        if isinstance(detailed, RanOut):
-            return self._not_measured(replace(verdict, unmeasured="memory ran out in the attempt"), started)
-        return self._measured(verdict, decision, detailed, shown, started)
+        return self._measured(verdict, verdict.decision, shown, started)
 
     def in_force(self, accumulate: str, started: float) -> CheckReport:
         """Measure by the rule that a run would choose; return the report.
@@ -362,81 +344,52 @@ class _Check:
         # Of what holds no items a mean is NaN, and counts for nothing.
         if read(loss, len(positions)).items and not math.isfinite(value := loss.item()):
             raise NonFiniteLossError(value)
-        if self._job.num_items is not None:
-            self._counts_by_name = isinstance(count_items(self._job.num_items, batch), dict)
 
     def _look_at_part(self, batch: Any, num_samples: int, shown: _Shown) -> None:
         """Run some samples forward, and note what the graph of their loss shows."""
         loss = total(self._job.loss_of(self._job.model, batch))
-        found = without_graph(read(loss, num_samples)), crossings(loss, num_samples)
+        found = without_graph(read(loss, num_samples))
         shown.sizes.append(num_samples)
-        shown.reductions.append(found[0])
-        shown.crossings.append((num_samples, found[1]))
+        shown.reductions.append(found)
 
     def _batch(self, positions: Sequence[int]) -> Any:
         return batches.to_device(self._window.samples(positions), self._job.device, copy=True)
-
-    def _in_detail(
-        self, verdict: Verdict, decision: Decision, order: Sequence[Hypothesis], written: Sequence[torch.Tensor]
-    ) -> dict[Hypothesis, Outcome]:
-        """Measure every hypothesis in every cut, that which is held first: a run stops at the first that tells it."""
-        found: dict[Hypothesis, Outcome] = {}
-        with Measurement(self._job, self._window, verdict.chosen, written=written) as measurement:
-            if verdict.collates_anew:
-                measurement.collates_anew()
-            measurement.run_whole()
-            self._untrained = notices.untrained_notice(self._job.modules, measurement.trained)
-            for hypothesis in dict.fromkeys([decision.hypothesis, *order]):
-                try:
-                    found[hypothesis] = outcome = _run(measurement, decision.cuts, hypothesis)
-                    # It has passed under constants in the place of draws, then, and so are the others measured.
-                    is_held = hypothesis == decision.hypothesis and decision.passed
-                    if is_held and outcome.error > verdict.tolerance and measurement.has_draws:
-                        measurement.with_constants()
-                        found[hypothesis] = measurement.run(decision.cuts, hypothesis)
-                except Exception as error:
-                    # The one that is held has been measured; what does not bear to be taken for another is none.
-                    if hypothesis == decision.hypothesis or is_out_of_memory(error):
-                        raise
-                    measurement.state.restore()
-        return found
 
     def _measured(
         self,
         verdict: Verdict,
         decision: Decision,
-        found: dict[Hypothesis, Outcome],
         shown: _Shown,
         started: float,
     ) -> CheckReport:
         """Return the report of what was measured."""
-        held = found[decision.hypothesis]
         self._failed_on = [] if decision.passed else verdict.failing(decision)
         if decision.passed:
-            held_by = decision.hypothesis
-            self._uncertain = why_uncertain(self._job, held_by, shown.sizes, shown.items(), shown.reductions)
-        by_error = sorted(held.tensors.items(), key=lambda item: -math.inf if math.isnan(item[1]) else -item[1])
+            self._uncertain = why_uncertain(
+                self._job,
+                shown.sizes,
+                shown.items(),
+                shown.reductions,
+                is_sum=decision.hypothesis == "sum",
+                counts_samples=decision.counts_samples,
+            )
+        by_error = sorted(decision.tensors.items(), key=lambda item: -math.inf if math.isnan(item[1]) else -item[1])
         rounded = notices.half_precision_notices(self._parameters)
         notice = rounded[0] if rounded else None
-        counts, by_name = self._job.num_items, self._counts_by_name
-        unused = notices.unused_notice(counts, decision.hypothesis, counts_by_name=by_name) if decision.passed else None
         if not decision.passed:
             counts_items, suspicion = self._job.num_items is not None, notice
-            if notice is None and couples_samples(shown.crossings):
-                suspicion = notices.coupling_notice()
-            elif notice is None and not counts_items:
+            if notice is None and not counts_items and self._job.reduction is None:
                 suspicion = notices.doubt_of(shown.sizes, shown.reductions)
-            # A run stops at the first cut that fails; the worst of all of them is what is told of here.
-            worst = replace(decision, error=held.error, tensor=held.tensor)
             notice = notices.failure_notice(
-                worst,
+                decision,
                 verdict.samples,
                 self._job.modules,
                 notices.suspected(verdict, suspicion),
                 statistics=self._job.batch_norm,
                 counts_items=counts_items,
+                is_stated=self._job.reduction is not None,
             )
-        notice = notice or self._untrained or unused
+        notice = notice or notices.untrained_notice(self._job.modules, verdict.trained)
         if notice is None and self._uncertain is not None:
             notice = notices.uncertain_notice(self._uncertain)
         # What else a run would do otherwise than was measured here.
@@ -445,15 +398,16 @@ class _Check:
         return CheckReport(
             passed=decision.passed,
             hypothesis=decision.hypothesis,
-            error=held.error,
-            tolerance=max(verdict.tolerance, held.error) if decision.passed else verdict.tolerance,
-            tensor=held.tensor,
+            error=decision.error,
+            tolerance=max(verdict.tolerance, decision.error) if decision.passed else verdict.tolerance,
+            tensor=decision.tensor,
             samples=verdict.samples,
             cuts=tuple(
                 CheckedCut(sizes=tuple(map(len, cut)), error=error)
-                for cut, error in zip(decision.cuts, held.errors, strict=True)
+                for cut, error in zip(decision.cuts, decision.errors, strict=False)  # up to the first that fails
             ),
-            hypotheses={hypothesis: outcome.error for hypothesis, outcome in found.items()},
+            hypotheses={decision.hypothesis: decision.error}
+            | {outcome.hypothesis: outcome.error for outcome in decision.outcomes if outcome.hypothesis is not None},
             tensors=dict(by_error),
             accumulate="weighted",
             reason=None,
@@ -470,19 +424,6 @@ class _Check:
         if verdict.unmeasured != FOREIGN:  # by which other samples draw too
             notice = replace(notice, cure=cure)
         return _unmeasured(notice, self._parameters, started)
-
-
-def _run(measurement: Measurement, cuts: Sequence[Cut], hypothesis: Hypothesis) -> Outcome:
-    """Measure one hypothesis in every cut: under the draws of the whole, or under constants where these do not fit."""
-    try:
-        return measurement.run(cuts, hypothesis)
-    except Exception as error:
-        # An index that is drawn for one of all samples is none of a part, which the user's code may say.
-        if is_out_of_memory(error) or isinstance(error, ZeroGradientError) or not measurement.draws_anything:
-            raise
-        measurement.state.restore()
-        measurement.with_constants()
-        return measurement.run(cuts, hypothesis)
 
 
 def _unmeasured(notice: Notice, parameters: Sequence[torch.Tensor], started: float) -> CheckReport:

@@ -11,8 +11,8 @@ from torch.utils.data import BatchSampler, DataLoader
 
 from autoaccum.data import batches, lists
 from autoaccum.events import Notice
-from autoaccum.loss.coupling import count_batch_norms
 from autoaccum.training.options import FitArguments
+from autoaccum.window.batch_norm import count_batch_norms
 
 _MOST_TOLD = 4
 """Entries in which two batches differ, of which as many are told."""

@@ -15,7 +15,6 @@ from autoaccum import _checks
 from autoaccum.data import randomness
 from autoaccum.data.splits import SplitLike, split_of
 from autoaccum.errors import ArgumentError, EmptyDatasetError, ValuesNeededError
-from autoaccum.loss.coupling import smallest_micro_batch
 from autoaccum.memory import clock
 from autoaccum.memory.fake import Fakes, RealParameterError, asked_for
 from autoaccum.planning.cuts import cut
@@ -32,6 +31,7 @@ from autoaccum.training.lazy import refuse_lazy
 from autoaccum.training.options import CHECKS, OF_CHECK, OF_FIT, OF_PROBE, modules_of, schedule_if_any
 from autoaccum.training.probing import GROWTH
 from autoaccum.training.synonyms import answering
+from autoaccum.window.batch_norm import smallest_micro_batch
 from autoaccum.window.blocks import HIGHEST, Rung
 from autoaccum.window.optimizers import OptimizerLike, trainable_parameters
 from autoaccum.window.outside import Outside

@@ -11,10 +11,10 @@ from torch.nn.modules.lazy import LazyModuleMixin
 from torch.nn.parameter import is_lazy
 
 from autoaccum.errors import ArgumentError, AutoaccumError, DataError
-from autoaccum.loss.coupling import smallest_micro_batch
 from autoaccum.loss.stated import LossOf
 from autoaccum.memory.oom import is_out_of_memory
 from autoaccum.window.attributes import Attributes
+from autoaccum.window.batch_norm import smallest_micro_batch
 from autoaccum.window.precision import Autocast
 from autoaccum.window.snapshot import Snapshot
 

@@ -18,7 +18,6 @@ from autoaccum.data.base import Source
 from autoaccum.data.sources import open_source
 from autoaccum.data.splits import SplitLike, split_of
 from autoaccum.errors import NothingFitsError
-from autoaccum.loss.coupling import smallest_micro_batch
 from autoaccum.loss.functions import loss_function
 from autoaccum.loss.stated import LossOf, total
 from autoaccum.memory import clock
@@ -43,6 +42,7 @@ from autoaccum.training.options import CHECKS, OF_PROBE, modules_of, schedule_if
 from autoaccum.training.synonyms import answering
 from autoaccum.training.traces import no_trace
 from autoaccum.window.advice import Refused, advise
+from autoaccum.window.batch_norm import smallest_micro_batch
 from autoaccum.window.compilations import compiled_parts
 from autoaccum.window.meter import heard
 from autoaccum.window.modules import into_training

@@ -23,7 +23,6 @@ from autoaccum.data.sources import open_source, shuffles
 from autoaccum.data.splits import split_of
 from autoaccum.errors import ArgumentError, ArgumentTypeError, ConflictingArgumentsError
 from autoaccum.events import Event
-from autoaccum.loss.coupling import smallest_micro_batch
 from autoaccum.loss.functions import loss_function, stated
 from autoaccum.memory.base import Memory
 from autoaccum.memory.devices import find_device, memory_of
@@ -50,7 +49,7 @@ from autoaccum.training.validation_together import ValidatorOfAll
 from autoaccum.verification.examiner import Examiner
 from autoaccum.verification.joining import Joiner
 from autoaccum.verification.verdict import measure
-from autoaccum.window.batch_norm import refuse_unseen, statistics_of
+from autoaccum.window.batch_norm import refuse_unseen, smallest_micro_batch, statistics_of
 from autoaccum.window.compilations import Compilations, captures, compiled_parts, graphs_refused
 from autoaccum.window.job import Job
 from autoaccum.window.joined import JoinableTransaction, why_not_joined

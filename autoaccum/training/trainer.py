@@ -16,7 +16,6 @@ from autoaccum.data.base import Window
 from autoaccum.data.splits import SplitLike, split_of
 from autoaccum.errors import ArgumentError, StopTraining
 from autoaccum.events import Event, Finished, Record, Resumed, StepReport
-from autoaccum.loss.coupling import smallest_micro_batch
 from autoaccum.loss.stated import CountItems, Reducing
 from autoaccum.memory import clock
 from autoaccum.memory.devices import being_current, current_device_kept
@@ -55,6 +54,7 @@ from autoaccum.training.shortages import Shortages, watched
 from autoaccum.training.synonyms import answering
 from autoaccum.training.validation import Validator, of_validation_data
 from autoaccum.training.validation_together import ValidatorOfAll
+from autoaccum.window.batch_norm import smallest_micro_batch
 from autoaccum.window.gradient import read_end
 from autoaccum.window.joining import SharedTransaction
 from autoaccum.window.modules import State

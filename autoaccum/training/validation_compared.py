@@ -15,7 +15,6 @@ import torch
 from autoaccum.data import batches
 from autoaccum.data.base import Window
 from autoaccum.events import Notice
-from autoaccum.loss.conclusions import DIVIDED_LATER
 from autoaccum.memory.oom import RanOut, attempt
 from autoaccum.memory.waiting import Shortage
 from autoaccum.planning.attempts import Piece
@@ -28,6 +27,11 @@ _ENOUGH = 14
 """Samples that are compared, in micro-batches that double: more would take time where the data are few."""
 _ROUNDING = {False: 3e-3, True: 0.1}
 """Shares of a loss that are taken for rounding, by whether it has 16 bits, or what it is computed by."""
+
+_DIVIDED_LATER = (
+    'Return the sum alone, divided by nothing, with reduction="sum" and num_items=(micro-batch) -> its share of what '
+    "the sum of the whole window is divided by"
+)
 
 
 class ComparingValidator(Validator):
@@ -128,5 +132,5 @@ def _cut_notice(num_samples: int, share: float) -> Notice:
         "otherwise",
         consequence="The loss that evaluate returns depends on the micro-batches that fit",
         cure="Pass num_items=(micro-batch) -> how many items it is a mean over, and reduction='sum' too where it is "
-        f"their sum. Of what is divided by a count that is kept from 0: {DIVIDED_LATER}",
+        f"their sum. Of what is divided by a count that is kept from 0: {_DIVIDED_LATER}",
     )

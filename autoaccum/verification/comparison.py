@@ -17,10 +17,8 @@ OF_STATE = 1e-7
 """The same where forwards move state: it may have come to rest by now, and not stay there."""
 TOLERANCE = 2e-5
 """The same of float32, in which right ones stay below 3e-6, and wrong ones above 1e-4."""
-MAY_BE_ROUNDING = 1e-3
-"""The relative error below which it is asked whether rounding explains it."""
 MOST_ROUNDING = 0.1
-"""The same where 64 bits are asked, which leave no doubt."""
+"""The relative error below which 64 bits are asked whether rounding explains it."""
 _LEAST_SHARE = 1e-2
 """A tensor's error is relative to its own norm, or to this share of what its norm would be if all entries of the
 gradient were alike. A gradient that is 0 but for rounding, as that of a bias before a normalisation, has no digits."""

@@ -7,6 +7,7 @@ operations (``nondeterministic_seeded``), whatever the layer is called.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -37,6 +38,11 @@ class UnalignedError(Exception):
 
 class UnsettledError(Exception):
     """A draw that neither rows nor a constant can stand in for."""
+
+
+@functools.cache  # asked of each operation, of which there are thousands in a forward
+def _is_random(func: Any) -> bool:
+    return torch.Tag.nondeterministic_seeded in func.tags
 
 
 _reads: ContextVar[bool] = ContextVar("reads", default=False)
@@ -77,7 +83,7 @@ class Draws(TorchDispatchMode):  # type: ignore[no-untyped-call]
         kwargs = kwargs or {}
         if _reads.get():
             return func(*args, **kwargs)
-        if torch.Tag.nondeterministic_seeded in func.tags:
+        if _is_random(func):
             generator = kwargs.get("generator")
             before = state_of(generator)
             # It draws also where something stands for that: only then is it known to, for a dropout of 0 does not.

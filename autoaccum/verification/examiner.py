@@ -1,8 +1,8 @@
 """Examines windows that are cut, before they are stepped on: is their gradient that of the whole window?
 
 The first one is measured (``measurement``), and what the loss is, is decided by that for the run. It is measured again
-when a window shows what was not there before: another graph, another mode, counts that hypotheses weigh differently,
-samples of another kind; and forwards alone are compared now and then. Between these a window costs a comparison or two.
+when a window shows what was not there before: another graph, another mode; and forwards alone are compared now and
+then. Between these a window costs a comparison or two.
 """
 
 from __future__ import annotations
@@ -19,22 +19,18 @@ import torch
 from autoaccum.data.base import Window
 from autoaccum.errors import NonFiniteLossError, NotExactError
 from autoaccum.events import Event, Notice, Verified
-from autoaccum.loss.coupling import Crossing, crossings
 from autoaccum.loss.hypotheses import Hypothesis
 from autoaccum.loss.reductions import read, without_graph
 from autoaccum.loss.stated import LossOf
 from autoaccum.loss.terms import Reduction
 from autoaccum.memory import clock
-from autoaccum.memory.oom import insist
 from autoaccum.verification import notices, readings
-from autoaccum.verification.certain import why_uncertain, why_unweighted
+from autoaccum.verification.certain import KEPT, NOT_FINITE, why_uncertain, why_unweighted
 from autoaccum.verification.findings import Decision, Verdict
-from autoaccum.verification.kinds import Kinds
-from autoaccum.verification.micro_batches import MicroBatches
+from autoaccum.verification.micro_batches import measure_pair, pair_of
 from autoaccum.verification.occasions import Occasions
 from autoaccum.verification.side_effects import SideEffects
-from autoaccum.window import contributions
-from autoaccum.window.gradient import Gradient, are_alike
+from autoaccum.window.gradient import Gradient
 from autoaccum.window.job import Job
 from autoaccum.window.state import State
 from autoaccum.window.transaction import Transaction
@@ -95,13 +91,14 @@ class Examiner:
         self._failed_on: list[tuple[tuple[int, ...], tuple[int, ...]]] = []  # samples, and sizes of the parts
         self.is_checked = False
         """Whether a first window had a finite loss."""
-        self._checked_in = 0  # which one that was
         self._num_empty = 0  # windows in which nothing counts
         self._is_first = True  # until a window that was cut has been examined
         self._occasions = Occasions()
-        self._rivals: frozenset[str] = frozenset()
-        self._kinds = Kinds()
-        self._micro_batches = MicroBatches(job, self._kinds, lambda: transaction.drops_gradients)
+        self._counts_samples = False  # whether graphs have shown, in a measurement, samples to count alike
+        self._largest_joined = 0  # samples of two micro-batches that were compared joined and apart
+        self._has_tried_joining = False  # a window that is not finite
+        self.is_trying = False
+        """Whether that is what this window is to be joined for."""
         self._written: dict[int, torch.Tensor] = {}  # parameters that forwards write to, by id
         self._remembered: State | None = None  # how things were when the window of that number began
         self._remembered_of = 0
@@ -112,10 +109,6 @@ class Examiner:
         self._short_way: object = None
         self._short_bytes = 0  # that it would have taken
         self._smallest = 1
-        transaction.drops_nan = transaction.signs.watches_least = verify
-        # What graphs show to count nothing has no loss; of what the user says it is to be measured.
-        transaction.signs.is_counted = verify and job.num_items is not None
-        transaction.signs.knows_nothing = not transaction.signs.is_counted
         self._begin()
 
     def begin_attempt(
@@ -160,11 +153,12 @@ class Examiner:
 
     def compute_by(self, loss_of: LossOf) -> None:
         """Compute the losses of what is measured by this from now on."""
-        self._job = self._micro_batches.job = self._job.computed_by(loss_of)
+        self._job = self._job.computed_by(loss_of)
 
     def break_off(self) -> None:
         """Forget how a window began that an error has ended: the next one has its number, and begins otherwise."""
-        self._remembered, self._remembered_of, self._failed_on, self.uncertain = None, 0, [], None
+        self._remembered, self._remembered_of, self._failed_on = None, 0, []
+        self.uncertain, self.is_trying = None, False
 
     def let_go(self) -> bool:
         """Forget how the window began where that takes of the memory that it is short of; return whether it did."""
@@ -176,9 +170,8 @@ class Examiner:
         return True
 
     def _begin(self) -> None:
-        self._met: list[tuple[int, set[Crossing]]] = []  # by which operations samples meet, and how many there were
-        self._shown: list[Reduction] = []  # how losses were reduced, whatever num_items says
-        self._kinds.begin()
+        self._sizes: list[int] = []  # samples of micro-batches
+        self._shown: list[Reduction] = []  # how their losses were reduced, whatever the user says
 
     def forward(self, batch: Any, num_samples: int, window_samples: int) -> torch.Tensor:
         """Return the loss of a micro-batch, having looked at it.
@@ -191,13 +184,11 @@ class Examiner:
             return self._transaction.plain_forward(batch, num_samples, window_samples)
         if self._is_to_remember:
             self._remember()
-        if is_part and self._is_first and not self._met and notices.has_backward_hooks(self._parameters):
+        if is_part and self._is_first and not self._sizes and notices.has_backward_hooks(self._parameters):
             self._refuse_or_say(notices.backward_hook_notice(), None)
         # Of a whole window too: gradients that a loss changes are wrong however the window is cut.
         before = SideEffects(self._parameters) if self._is_first else None
         versions = [p._version for p in self._parameters]
-        if is_part and self.verifies:
-            self._kinds.look_at(batch)
         run = partial(self._transaction.plain_forward, batch, num_samples, window_samples)
         loss = run() if before is None else before.refuse_in(run)
         for p, version in zip(self._parameters, versions, strict=True):
@@ -205,9 +196,8 @@ class Examiner:
                 self._written[id(p)] = p
         if is_part:
             # The graph is walked here, for the backward that follows frees it.
+            self._sizes.append(num_samples)
             if self._occasions.status != "passed":
-                self._met.append((num_samples, crossings(loss, num_samples)))
-            if self._occasions.status != "passed" or "items" in self._rivals:
                 self._shown.append(without_graph(read(loss, num_samples)))
         return loss
 
@@ -217,12 +207,12 @@ class Examiner:
         Raises:
             NonFiniteLossError: it is NaN or infinite.
         """
-        if self.is_checked or gradient.conclusion is None:
+        if self.is_checked or gradient.conclusion is None or self._is_to_be_joined(gradient):
             return
         # It waits for the device, and so is asked of one window only.
         if not math.isfinite(value := gradient.loss.item()):
             raise NonFiniteLossError(value)
-        self.is_checked, self._checked_in = True, self._number
+        self.is_checked = True
         # Hooks may have stepped on gradients, and dropped them.
         if not notices.has_backward_hooks(self._parameters):
             found = {id(p) for module in self._job.modules for p in module.parameters() if p.grad is not None}
@@ -252,9 +242,10 @@ class Examiner:
         """
         said: list[Event] = []
         is_weighed_otherwise = hides_items = False
-        if number >= self._transaction.signs.next_look and self._is_spoilt(gradient):
-            self._transaction.drops_gradients = True
-            return Examination(again=True)
+        if self._is_to_be_joined(gradient):
+            self._has_tried_joining, self.is_trying, self.uncertain = True, True, NOT_FINITE
+            return Examination(said, is_put_off=True)
+        self.check_first(gradient)
         if self.verifies and not gradient.items and self._is_due_empty():
             self._measure_empty(window, number, most, said, aside)
         if gradient.conclusion is not None:
@@ -266,10 +257,9 @@ class Examiner:
                 self.uncertain = why_unweighted(self._job, gradient.sizes, gradient.counts, gradient.reductions)
                 if self.uncertain is not None:  # nothing is to be measured
                     return Examination(said, is_put_off=True)
-            before, drops = self._transaction.hypothesis, self._transaction.drops_nan
-            reason = None
+            before, reason = self._transaction.hypothesis, None
             if self.verifies:
-                is_surprising = self._is_surprising(gradient, number)
+                is_surprising = self._transaction.signs.have_changed
                 reason = self._occasions.reason(window.num_samples, number, is_surprising=is_surprising)
             joins = reason == "whole" or (
                 reason is not None and self._occasions.is_for_joined(window.num_samples, number)
@@ -277,50 +267,24 @@ class Examiner:
             if reason is not None:
                 with aside():
                     self._measure(window, gradient, number, most, reason, said)
-            if not gradient.dropped:
-                self._say_doubts(gradient, said)
-            is_passed = self._occasions.status == "passed"
+            self._say_doubts(gradient, said)
+            if gradient.is_uncounted and self._occasions.status != "failed":
+                self._refuse_or_say(notices.uncounted_notice(), None, said)
+            is_passed, after = self._occasions.status == "passed", self._transaction.hypothesis
+            if self.joins and is_passed:
+                self.uncertain = self._why_uncertain(gradient)
             # What was measured is true of code as it is written, of which windows that run compiled code see nothing.
-            hides_items = is_passed and readings.is_hidden(gradient, self._transaction.hypothesis, self._rivals)
-            if hides_items:
-                said.append(notices.compiled_notice())
-            elif is_passed and self._transaction.hypothesis == "items" and readings.is_guessed(gradient, self._rivals):
-                guess = notices.doubt_of(gradient.sizes, gradient.reductions)
-                said.extend([] if guess is None else [guess])
-            if reason == "whole" or (is_passed and gradient.suspects):
-                with aside():
-                    self._check_parts(window, gradient, said, is_passed=is_passed)
-            # Of a loss that is NaN by mistake, and not for want of items, nothing else is to be said.
-            if gradient.dropped and (self._transaction.drops_nan or not drops):
-                self._say_doubts(gradient, said)
-            after = self._transaction.hypothesis
+            is_read = is_passed and after == "items" and not self._counts_samples
+            hides_items = is_read and readings.is_hidden(gradient)
+            said.extend([notices.compiled_notice()] if hides_items else [])
             if after != before:
                 self._transaction.signs.forget_graphs()
-            is_weighed_otherwise = not readings.is_weighed_alike(self._job, gradient, before, after)
-            is_weighed_otherwise |= hides_items or bool(gradient.dropped and drops and not self._transaction.drops_nan)
+            is_weighed_otherwise = hides_items or not readings.is_weighed_alike(gradient, before, after)
             # What each micro-batch counts was found by the hypothesis that is held. Nothing is given back for nothing.
-            is_passed = self._occasions.status == "passed" and self.verifies and not is_weighed_otherwise
-            here = gradient.of_first_samples(window.num_samples)
-            is_larger = max(here.sizes, default=0) > self._kinds.largest_joined
-            if is_passed and here.sizes and (joins or is_larger):
+            if is_passed and self.uncertain is None and self.verifies and not is_weighed_otherwise:
                 with aside():
-                    found = self._micro_batches.joined(
-                        window,
-                        here,
-                        after,
-                        number=number,
-                        most=most,
-                        is_due=joins,
-                        suspicion=lambda: readings.suspicion(self._job, self._met, self._shown),
-                        rewind=self._rewind,
-                        like=self._remembered,
-                    )
-                    if found is not None:
-                        self._fail(*found, said)
-            if self.joins and self._occasions.status == "passed":
-                held, counts, reductions = self._transaction.hypothesis, gradient.counts, gradient.reductions
-                self.uncertain = why_uncertain(self._job, held, gradient.sizes, counts, reductions)
-        self._transaction.signs.have_changed, self._transaction.signs.has_suspects = self._occasions.is_changed, False
+                    self._compare_pair(window, gradient, number, most, is_due=joins, said=said)
+        self._transaction.signs.have_changed = self._occasions.is_changed
         # Joined windows are measured next, from where this one began.
         if not self.withheld and self.uncertain is None:
             self._remembered = None
@@ -330,33 +294,48 @@ class Examiner:
             self._transaction.forward = self._transaction.plain_forward
         return Examination(said, is_weighed_otherwise, self._smallest, hides_items=hides_items)
 
-    def _is_spoilt(self, gradient: Gradient) -> bool:
-        """Return whether a window has a finite loss and a gradient that is not, as nan_to_num leaves it: 0 / 0 * 0."""
-        transaction = self._transaction
-        if not transaction.drops_nan or transaction.drops_gradients or transaction.scaler is not None:
-            return False
-        trained = transaction.trained()
-        if not gradient.items or not trained or not math.isfinite(insist(gradient.loss.item, "the loss was read")):
-            return False
-        return not math.isfinite(insist(lambda: contributions.norm(trained).item(), "a gradient was looked at"))
+    def _is_to_be_joined(self, gradient: Gradient) -> bool:
+        """Return whether a window is not finite, which may be for a micro-batch that has nothing to divide by."""
+        return not gradient.is_finite and self.joins and not self._has_tried_joining
+
+    def _why_uncertain(self, gradient: Gradient) -> str | None:
+        if gradient.is_kept_from_none and self._transaction.hypothesis == "items":
+            return KEPT
+        return why_uncertain(
+            self._job,
+            gradient.sizes,
+            gradient.counts,
+            gradient.reductions,
+            is_sum=self._transaction.hypothesis == "sum",
+            counts_samples=self._counts_samples,
+        )
+
+    def _compare_pair(
+        self, window: Window, gradient: Gradient, number: int, most: int, *, is_due: bool, said: list[Event]
+    ) -> None:
+        """Compare two of the largest micro-batches, joined and apart, when that is due or they have grown."""
+        here, held = gradient.of_first_samples(window.num_samples), self._transaction.hypothesis
+        largest = max(here.sizes, default=0)
+        if held is None or not (is_due or largest > self._largest_joined):
+            return
+        pair = pair_of(here, number, most, self._job.batch_norm.group)
+        if pair is None:
+            return
+        self._largest_joined = max(self._largest_joined, largest)
+        parts, counts = [part for part, _ in pair], [count for _, count in pair]
+        error = measure_pair(self._job, window, held, parts, counts, rewind=self._rewind, like=self._remembered)
+        if error:
+            suspicion, counts_items = self._suspicion(), self._job.num_items is not None
+            samples = sum(map(len, parts))
+            self._fail(notices.joined_notice(error, samples, suspicion, counts_items=counts_items), error, said)
+
+    def _suspicion(self) -> Notice | None:
+        return readings.suspicion(self._job, self._sizes, self._shown)
 
     def _tell_signs(self) -> None:
         """Let windows ask nothing but their signs whether they are to be examined."""
         signs, occasions = self._transaction.signs, self._occasions
         signs.next_look, signs.short_below = occasions.next_look, occasions.short_below
-
-    def _is_surprising(self, gradient: Gradient, number: int) -> bool:
-        """Return whether a window shows what no window before it did."""
-        if self._transaction.signs.have_changed:
-            return True
-        if number < self._transaction.signs.next_look:
-            return False
-        # What the graphs count is compared with what the user counts, where both would have done so far.
-        if "items" in self._rivals and self._transaction.hypothesis == "num_items":
-            shown, claimed = [float(reduction.items) for reduction in self._shown], readings.claims(gradient)
-            if len(shown) == len(claimed) and not are_alike(claimed, shown):
-                return True
-        return bool(self._kinds.new())
 
     def _measure(
         self, window: Window, gradient: Gradient, number: int, most: int, reason: str, said: list[Event]
@@ -368,8 +347,7 @@ class Examiner:
         held = self._transaction.hypothesis
         likely = held or readings.likely(self._job, gradient)
         verdict = None
-        # Those of a sum beside terms of the parameters alone add up to more than the whole one's, unlike gradients.
-        if reason == "losses" and held != "sum and penalties":
+        if reason == "losses":
             verdict = self._verdict(window, likely, most, forward_only=True)
         # Where losses alone show that something is wrong, gradients tell what.
         if verdict is None or (verdict.decision is not None and not verdict.decision.passed):
@@ -380,15 +358,15 @@ class Examiner:
         if verdict.decision is None:
             self._tell_unmeasured(verdict, number, said)
             return
-        if reason == "losses" and verdict.decision.passed and verdict.decision.hypothesis == likely:
-            self._kinds.accept()
+        if reason != "whole" and verdict.decision.passed and verdict.decision.hypothesis == likely:
+            self._counts_samples = self._counts_samples and (reason == "losses" or verdict.decision.counts_samples)
             return
         self._decide(verdict.decision, verdict, number, clock.now() - started, said)
 
     def _say_doubts(self, gradient: Gradient, said: list[Event]) -> None:
         """Say what speaks against the weights of a window of which nothing was measured."""
         if self._occasions.status == "unmeasured":
-            for doubt in readings.doubts(self._job, gradient, self._met, self._shown):
+            for doubt in readings.doubts(self._job, gradient, self._shown):
                 self._refuse_or_say(doubt, None, said)
 
     def _is_due_empty(self) -> bool:
@@ -410,8 +388,7 @@ class Examiner:
         with aside():
             verdict = self._verdict(window, "items", most)
         if verdict.decision is not None and not verdict.decision.passed:
-            seconds, together = clock.now() - started, notices.coupling_notice()  # for together they have one
-            self._decide(verdict.decision, verdict, number, seconds, said, together)
+            self._decide(verdict.decision, verdict, number, clock.now() - started, said)
 
     def _verdict(
         self,
@@ -430,7 +407,6 @@ class Examiner:
             written=written,
             rewind=self._rewind,
             like=self._remembered,
-            drops_gradients=self._transaction.drops_gradients,
             forward_only=forward_only,
         )
 
@@ -448,16 +424,12 @@ class Examiner:
         number: int,
         seconds: float,
         said: list[Event],
-        suspicion: Notice | None = None,
     ) -> None:
-        """Go by what was measured, and say it; ``suspicion`` is what speaks against the loss besides its graph."""
+        """Go by what was measured, and say it."""
         if decision.passed:
             held, self._transaction.hypothesis = self._transaction.hypothesis, decision.hypothesis
             # Of some windows one hypothesis is true by chance: the next one has to show it once more.
             self._occasions.is_changed = held not in (None, decision.hypothesis)
-            by_name = self._transaction.counts_by_name
-            unused = notices.unused_notice(self._job.num_items, decision.hypothesis, counts_by_name=by_name)
-            said.extend([] if unused is None else [unused])
             said.extend([notices.part_of_state_notice()] if verdict.leaves_part else [])
         said.append(
             Verified(
@@ -471,58 +443,26 @@ class Examiner:
                 seconds=seconds,
             )
         )
-        signs = self._transaction.signs
         self._smallest = decision.smallest
         if decision.passed:
             self._occasions.status = "passed"
-            self._kinds.accept()
-            # Weights that differ by nothing but the number of samples are compared in each window, for nothing.
-            self._rivals = decision.rivals
-            signs.compares_samples = "samples" in decision.rivals
+            self._counts_samples = decision.counts_samples
             return
         self._failed_on = verdict.failing(decision)
-        suspicion = suspicion or readings.suspicion(self._job, self._met, self._shown)
         notice = notices.failure_notice(
             decision,
             verdict.samples,
             self._job.modules,
-            notices.suspected(verdict, suspicion),
+            notices.suspected(verdict, self._suspicion()),
             statistics=self._job.batch_norm,
             counts_items=self._job.num_items is not None,
+            is_stated=self._job.reduction is not None,
         )
         self._fail(notice, decision.error, said)
-
-    def _check_parts(self, window: Window, gradient: Gradient, said: list[Event], *, is_passed: bool) -> None:
-        """Measure micro-batches of which it is a guess what they count."""
-        here = gradient.of_first_samples(window.num_samples)
-        hypothesis = self._transaction.hypothesis
-        lost = here.uncounted if hypothesis == "num_items" else ()
-        error, leaves_out = None, bool(gradient.dropped or lost)
-        if leaves_out:
-            likely = hypothesis or readings.likely(self._job, gradient)
-            error = self._micro_batches.dropped(window, replace(here, dropped=(*here.dropped, *lost)), likely)
-        if error == math.inf:  # the loss of the whole is not a number either, and nothing else is told by it
-            self._transaction.drops_nan = self._transaction.drops_gradients = False
-            # The loss of a first window, which was finite without them, is looked at once more.
-            self.is_checked = self.is_checked and self._checked_in != self._number
-            return
-        found = self._micro_batches.ones(window, here, hypothesis) if is_passed else None
-        if found is not None:
-            self._fail(*found, said)
-        if error:
-            notice = notices.uncounted_notice if lost else notices.dropped_notice
-            self._fail(notice(error), error, said)
-        elif error is not None:
-            self._kinds.accept_nothing()
-            self._transaction.signs.knows_nothing = True
-        elif leaves_out and not (self._kinds.nothing_is_known or lost):
-            self._refuse_or_say(notices.unmeasured_notice("a loss that is not a number may count nothing"), None, said)
 
     def _fail(self, notice: Notice, error: float, said: list[Event]) -> None:
         """Say that windows that are cut have another gradient, and look no further."""
         self._occasions.status = "failed"
-        signs = self._transaction.signs
-        signs.compares_samples = signs.watches_least = False
         self._refuse_or_say(notice, error, said)
 
     def _tell_unmeasured(self, verdict: Verdict, number: int, said: list[Event]) -> None:
@@ -556,7 +496,9 @@ class Examiner:
         Raises:
             NotExactError: the run is strict.
         """
-        self.joins, withheld, self.withheld, self.uncertain = False, self.withheld, [], None
+        # What is not finite may be so for a sample of its own, which says nothing of the windows after it.
+        self.joins, withheld = self.joins and self.is_trying, self.withheld
+        self.withheld, self.uncertain, self.is_trying = [], None, False
         said: list[Any] = []
         for notice, error in withheld:
             self._refuse_or_say(notice, error, said)
@@ -581,12 +523,10 @@ class Examiner:
             "_examining": self._is_first,
             "verified": {
                 "hypothesis": transaction.hypothesis,
-                # Of a run that measures nothing it says nothing.
-                "drops": (transaction.drops_nan or not self.verifies, transaction.drops_gradients),
                 "signs": transaction.signs.state_dict(),
                 "occasions": self._occasions.state_dict(),
-                "rivals": sorted(self._rivals),
-                "kinds": self._kinds.state_dict(),
+                "counts_samples": self._counts_samples,
+                "largest_joined": self._largest_joined,
                 "smallest": self._smallest,
             },
         }
@@ -599,13 +539,8 @@ class Examiner:
             return
         transaction = self._transaction
         transaction.hypothesis = measured["hypothesis"]
-        drops_nan, transaction.drops_gradients = measured["drops"]
-        transaction.drops_nan = self.verifies and drops_nan
         transaction.signs.load_state_dict(measured["signs"])
         self._occasions.load_state_dict(measured["occasions"])
-        transaction.signs.watches_least = self.verifies and self._occasions.status != "failed"
         self._tell_signs()
-        self._rivals = frozenset(measured["rivals"])
-        self._kinds.load_state_dict(measured["kinds"])
-        transaction.signs.knows_nothing = transaction.signs.knows_nothing or self._kinds.nothing_is_known
+        self._counts_samples, self._largest_joined = measured["counts_samples"], measured["largest_joined"]
         self._smallest = measured["smallest"]

@@ -58,16 +58,16 @@ class Decision:
     """The cuts."""
     outcomes: tuple[Outcome, ...]
     """Those of the other hypotheses that were measured."""
-    rivals: frozenset[str]
-    """Hypotheses that would have weighed every part the same."""
+    tensors: dict[str, float] = field(default_factory=dict)
+    """The error of each tensor in the worst cut, by its name."""
+    counts_samples: bool
+    """Whether graphs show that each part counts as its samples do."""
     is_vacuous: bool = False
     """Whether nothing is told by that, for a single part of each cut has a loss other than 0."""
     smallest: int = 1
     """The fewest samples of a micro-batch whose loss can be computed."""
     is_foreign: bool = False
     """Whether generators were drawn from whose draws have no rows, so that a failure may be theirs."""
-    contradiction: Hypothesis | None = None
-    """One that passes where none does that is what the user says of the loss by ``reduction``."""
 
     @classmethod
     def of(cls, outcome: Outcome, *, passed: bool) -> Decision:
@@ -80,7 +80,8 @@ class Decision:
             errors=outcome.errors,
             cuts=(),
             outcomes=(),
-            rivals=frozenset(),
+            tensors=outcome.tensors,
+            counts_samples=False,
         )
 
 
@@ -112,6 +113,8 @@ class Verdict:
     """The positions of the samples that were measured."""
     tolerance: float = 0.0
     """Up to which error gradients are the same."""
+    trained: frozenset[int] = frozenset()
+    """The ids of the parameters that have a gradient."""
 
     @property
     def samples(self) -> int:
@@ -119,7 +122,8 @@ class Verdict:
         return len(self.chosen)
 
     def failing(self, decision: Decision) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
-        """Return for each cut of a decision the positions of its samples in their order, and the sizes of its parts."""
+        """Return for each cut that was run the positions of its samples in their order, and the sizes of its parts."""
         return [
-            (tuple(self.chosen[index] for part in cut for index in part), tuple(map(len, cut))) for cut in decision.cuts
+            (tuple(self.chosen[index] for part in cut for index in part), tuple(map(len, cut)))
+            for cut, _ in zip(decision.cuts, decision.errors, strict=False)
         ]

@@ -1,16 +1,13 @@
-"""Finds how far right gradients of 32 bits may be apart on a device, by its own kernels and not by its name.
+"""Tells rounding from a wrong weight: by whole products of 32 bits, and by 64 bits where those leave a doubt.
 
-A device may multiply 32 bits as fewer (TF32, bfloat16), which a measurement does without where it can: it looks for a
-wrong weight, not for rounding. What remains is that kernels differ with the size of a batch, as convolutions do.
+A device may multiply 32 bits as fewer (TF32, bfloat16), which a measurement does without where it can. Sums that are
+long, or that cancel, round all the same, and kernels differ with the size of a batch; in 64 bits none of that is left.
 """
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from functools import lru_cache, partial
-from itertools import accumulate
 from typing import Any, Protocol, TypeVar
 from unittest import mock
 
@@ -18,15 +15,11 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from autoaccum.data import batches
-from autoaccum.loss.hypotheses import Hypothesis
-from autoaccum.memory.oom import attempt, insist
-from autoaccum.verification.comparison import MAY_BE_ROUNDING, TOLERANCE, TOLERANCES, error_of
-from autoaccum.verification.findings import Cut, Outcome
+from autoaccum.memory.oom import attempt
+from autoaccum.verification.comparison import TOLERANCES
 
 T = TypeVar("T")
 _MARK = "autoaccum"
-_TIMES = 40
-"""A model has many layers, and its gradient cancels: it may be off by this many times what one kernel is."""
 
 
 @contextmanager
@@ -72,84 +65,6 @@ def _read(setting: Callable[[], T]) -> T | None:
         return setting()
     except RuntimeError:
         return None
-
-
-@lru_cache
-def floor_of(device: torch.device, deterministic: bool) -> float:
-    """Return the relative error up to which gradients of 32 bits are the same on a device: 2e-5, or more.
-
-    Args:
-        device: asked once a process, by one product of matrices and one convolution of six samples.
-        deterministic: whether PyTorch's kernels are to be; other ones are.
-    """
-    # One of each kind of kernel: cuBLAS and cuDNN choose theirs by shapes, each by rules of its own.
-    apart = max(_apart(torch.nn.functional.linear, (6, 96), (64, 96), device), _apart(_conv, *_IMAGES, device))
-    return min(max(TOLERANCE, _TIMES * apart), MAY_BE_ROUNDING)
-
-
-_IMAGES = (6, 8, 12, 12), (16, 8, 3, 3)
-
-
-def _conv(images: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    return torch.nn.functional.conv2d(images, weight, padding=1)
-
-
-def _apart(
-    layer: Callable[[torch.Tensor, torch.Tensor], torch.Tensor],
-    inputs: tuple[int, ...],
-    weight: tuple[int, ...],
-    device: torch.device,
-) -> float:
-    """Return how far the gradient of a layer's weight over a batch is off that of its parts, each weighted."""
-    batch, parameter = _numbers(inputs, device), _numbers(weight, device).requires_grad_()
-
-    def gradient(sizes: tuple[int, ...]) -> torch.Tensor:
-        total = torch.zeros_like(parameter)
-        with torch.enable_grad():
-            for stop, size in zip(accumulate(sizes), sizes, strict=True):
-                part, share = batch[stop - size : stop], size / len(batch)
-                (found,) = torch.autograd.grad(layer(part, parameter).square().mean() * share, parameter)
-                total += found
-        return total
-
-    whole = gradient((len(batch),))
-    errors = [error_of([gradient(sizes)], [whole]) for sizes in ((1, 5), (2, 2, 2), (3, 3))]
-    return max(math.inf if error is None else error.relative for error in errors)
-
-
-def _numbers(shape: tuple[int, ...], device: torch.device) -> torch.Tensor:
-    # Not drawn: no generator is to be moved by this.
-    numbers = torch.arange(math.prod(shape), dtype=torch.float64, device="cpu") * 1.7
-    return numbers.cos().reshape(shape).to(device, torch.float32)
-
-
-_BITS = {8: torch.int64, 4: torch.int32, 2: torch.int16}
-
-
-@contextmanager
-def nudged(parameters: Iterable[torch.Tensor]) -> Iterator[None]:
-    """Turn the last bit of each number of parameters within it, as far as they are plain tensors of floats."""
-    turned: list[torch.Tensor] = []
-    try:
-        for p in parameters:
-            if (bits := _bits_of(p)) is not None:
-                bits.bitwise_xor_(1)
-                turned.append(bits)
-        yield
-    finally:
-        # In place, for which there is memory: where it fails all the same, none of it has been done.
-        for bits in turned:
-            insist(partial(bits.bitwise_xor_, 1), "parameters were put back")
-
-
-def nudge(batch: Any) -> Any:
-    """Turn the last bit of each number of the tensors in a batch, but of whole ones: they are flags, or labels."""
-    for leaf in batches.flatten(batch)[0]:
-        if isinstance(leaf, torch.Tensor) and (bits := _bits_of(leaf)) is not None:
-            numbers = leaf.detach()
-            numbers = torch.view_as_real(numbers) if numbers.is_complex() else numbers
-            bits.bitwise_xor_((numbers.isfinite() & (numbers != numbers.round())).to(bits.dtype))
-    return batch
 
 
 @contextmanager
@@ -206,37 +121,30 @@ def _is_narrow(leaf: Any) -> bool:
     return isinstance(leaf, torch.Tensor) and leaf.dtype is torch.float32 and not leaf.is_meta
 
 
-def _bits_of(tensor: torch.Tensor) -> torch.Tensor | None:
-    if type(tensor) not in (torch.Tensor, torch.nn.Parameter) or tensor.layout is not torch.strided or tensor.is_meta:
-        return None
-    plain = tensor.detach()
-    plain = torch.view_as_real(plain) if plain.is_complex() else plain
-    return plain.view(_BITS[plain.itemsize]) if plain.is_floating_point() and plain.itemsize in _BITS else None
-
-
 class Widens(Protocol):
     """A measurement, as far as it is needed here."""
 
-    tolerance: float
     parameters: list[torch.Tensor]
 
     def widened(self) -> AbstractContextManager[None]:
         """Compute in 64 bits within it, the whole as well."""
 
-    def run(self, cuts: Sequence[Cut], hypothesis: Hypothesis | None) -> Outcome:
-        """Run the samples in cuts, and compare with the whole."""
 
+def is_right_in_64_bits(measurement: Widens, error_of: Callable[[], float]) -> bool:
+    """Return whether what is off in 32 bits is right where the whole and its parts are computed in 64.
 
-def is_right_in_64_bits(measurement: Widens, cuts: Sequence[Cut], hypothesis: Hypothesis | None) -> bool:
-    """Return whether cuts of samples have the gradient of the whole where both are computed in 64 bits."""
-    if measurement.tolerance < TOLERANCE:  # they are already
+    Args:
+        measurement: of both.
+        error_of: measures the parts once more; returns the relative error.
+    """
+    if not any(p.dtype is torch.float32 for p in measurement.parameters):  # they are already
         return False
 
     def asked() -> bool:
         if any(map(_is_listened_to, measurement.parameters)):
             return False
         with measurement.widened():
-            return measurement.run(cuts, hypothesis).error <= TOLERANCES[torch.float64]
+            return error_of() <= TOLERANCES[torch.float64]
 
     try:
         return attempt(asked) is True  # where there is no room for it, what 32 bits have shown stands

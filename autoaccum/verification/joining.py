@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -87,6 +87,7 @@ def measure_joined(
     rewind: Callable[[], None] = lambda: None,
     like: State | None = None,
     failed_on: Sequence[tuple[Sequence[int], tuple[int, ...]]] = (),
+    needs_share: bool = True,
 ) -> JoinedVerdict:
     """Measure some samples of a window; of that nothing remains but what was found.
 
@@ -100,9 +101,10 @@ def measure_joined(
         like: that state, as far as it is remembered.
         failed_on: positions of samples for which weighted micro-batches of these sizes were wrong: joined ones have to
             be right for the same, because otherwise the reason for it was not found.
+        needs_share: whether it is told how much memory joined windows take.
     """
     how: dict[str, Any] = {"written": list(written), "rewind": rewind, "like": like}
-    run = partial(_measured, job, window, layout, how=how)
+    run = partial(_measured, job, window, layout, how=how, needs_share=needs_share)
     counts = [count for count in COUNTS if count <= min(window.num_samples, most)]
     outcome: JoinedVerdict | RanOut = JoinedVerdict(unmeasured="there is no room for two samples at once")
     for count in counts:
@@ -110,13 +112,14 @@ def measure_joined(
         if isinstance(outcome, JoinedVerdict):
             break
     if isinstance(outcome, JoinedVerdict) and outcome.fails:
-        # A step that knows how many samples there are, by labels of its own say, works on all of them alone.
+        # A step that knows how many samples there are, by labels of its own say, works on all of them alone; and a few
+        # may have nothing that a mean is over.
         outcome = _twice(partial(run, range(window.num_samples)))
     for chosen, sizes in failed_on:
         if isinstance(outcome, JoinedVerdict) and outcome.passed and len(sizes) > 1:
-            again = _twice(partial(run, chosen, sizes=sizes))
+            again, share = _twice(partial(run, chosen, sizes=sizes)), outcome.share
             if isinstance(again, RanOut) or again.layout is None or again.error > outcome.error:
-                outcome = again
+                outcome = again if isinstance(again, RanOut) else replace(again, share=share)
     if isinstance(outcome, RanOut):
         return JoinedVerdict(unmeasured="memory ran out in the attempt")
     if outcome.passed and not outcome.num_calls:
@@ -141,14 +144,16 @@ def _measured(
     *,
     how: dict[str, Any],
     sizes: tuple[int, ...] | None = None,
+    needs_share: bool,
 ) -> JoinedVerdict:
     """Measure these samples, in micro-batches of these sizes; None: of sizes that differ."""
     try:
         joined = _JoinedMeasurement(job, window, chosen, **how)
         with joined:
-            return joined.measured(layout, sizes or sizes_of(len(chosen)), is_known=sizes is not None)
+            own, is_known = sizes or sizes_of(len(chosen)), sizes is not None
+            return joined.measured(layout, own, is_known=is_known, needs_share=needs_share)
     except NotFiniteError:
-        return JoinedVerdict(unmeasured="the loss of a few samples is not finite")
+        return JoinedVerdict(unmeasured="the loss of a few samples is not finite", fails=True)
     except ZeroGradientError:
         return JoinedVerdict(unmeasured="the gradient of a few samples is 0")
     except (UnalignedError, UnsettledError) as error:
@@ -223,7 +228,8 @@ class Joiner:
             return None, None, "hooks that run once a gradient is accumulated would run in a measurement, too"
         if is_shared and any(p._backward_hooks for p in parameters):
             return None, None, "hooks of parameters see on each rank what its own samples add to the gradient"
-        found = measure_joined(self.job, window, layout or Layout(self.job.modules), most=most, **how)
+        is_new, layout = layout is None, layout or Layout(self.job.modules)
+        found = measure_joined(self.job, window, layout, most=most, needs_share=is_new, **how)
         if found.layout is None:
             return None, None, found.unmeasured
         return found.layout, found.event(step=number, reason=reason, seconds=clock.now() - started), ""
@@ -240,13 +246,14 @@ class Joiner:
 class _JoinedMeasurement(Measurement):
     """A few samples of a window, whole and joined."""
 
-    def measured(self, layout: Layout, sizes: tuple[int, ...], *, is_known: bool) -> JoinedVerdict:
+    def measured(self, layout: Layout, sizes: tuple[int, ...], *, is_known: bool, needs_share: bool) -> JoinedVerdict:
         """Compare, opening modules until the gradients agree or none is left to open.
 
         Args:
             layout: how modules are split.
             sizes: samples of each micro-batch.
             is_known: whether the layout was measured, so that calls are looked at only where it does not do.
+            needs_share: whether it is told how much memory it takes.
         """
         self.run_whole()
         checks = RowChecks()
@@ -264,7 +271,7 @@ class _JoinedMeasurement(Measurement):
             tolerance=self._bound,
             tensor=None if error.tensor is None else self.names[error.tensor],
             samples=self.num_samples,
-            share=self._share_of(layout, sizes),
+            share=self._share_of(layout, sizes) if needs_share and not is_known else 1.0,
             num_calls=num_calls,
             sizes=sizes,
         )
@@ -325,7 +332,7 @@ class _JoinedMeasurement(Measurement):
             layout, sizes, self.job.device, generators=self.state.generators(), checks=checks, draws=rows
         )
         with split:
-            gradient = self._run((whole,), "samples", self.make, lambda _: draws)
+            gradient = self._run((whole,), "sum", self.make, lambda _: draws)
         self._called = split.called
         error = self._error(gradient)
         for p in self.parameters:

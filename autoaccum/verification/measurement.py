@@ -35,7 +35,7 @@ from autoaccum.verification.comparison import (
 )
 from autoaccum.verification.draws import Constants, Recording, Replaying, drawing_nothing
 from autoaccum.verification.findings import Cut, NotFiniteError, Outcome, Part, ZeroGradientError
-from autoaccum.verification.floors import floor_of, full_precision, nudge, nudged, widen, widened
+from autoaccum.verification.floors import full_precision, widen, widened
 from autoaccum.verification.remains import Remains, is_of_a_part, remains_of
 from autoaccum.verification.samples import Parts, Stretch, cuts_of
 from autoaccum.window.gradient import Gradient, Repeat
@@ -46,8 +46,6 @@ from autoaccum.window.transaction import Transaction
 _CPU = torch.device("cpu")
 
 
-_MOST_BITS = 10
-"""Times that what a last bit makes out is what rounding does: there are many operations, and each one rounds."""
 _MOST_RUNS = 6
 """Runs of a cut, whose end may show what should have been known at its beginning."""
 
@@ -79,7 +77,6 @@ class Measurement:
         written: Iterable[torch.Tensor] = (),
         rewind: Callable[[], None] = lambda: None,
         like: State | None = None,
-        drops_gradients: bool = False,
         forward_only: bool = False,
     ) -> None:
         """Set up; entering it lays the state of the run aside.
@@ -91,14 +88,11 @@ class Measurement:
             written: parameters that forwards have been seen to write to.
             rewind: puts the state back that the window began with.
             like: that state; what has not moved since is not copied again.
-            drops_gradients: whether parts whose gradient is not finite are left out.
             forward_only: compare losses, and leave gradients alone.
         """
         self.num_samples = len(chosen)
         self.shown: dict[Part, Reduction] = {}
         """What the graph of each part's loss shows."""
-        self.counted: dict[Part, float] = {}
-        """What the user counts in each part."""
         self.moved: list[torch.Tensor] = []
         """What forwards write to, and the next one may read."""
         self._contributing = 0  # the most parts of a cut that have added to it
@@ -106,8 +100,7 @@ class Measurement:
         """Whether the state that a window leaves is that of its last part, where it moves once a window."""
         self._remains: tuple[Remains, Remains] | None = None  # what the whole has found, and what it has left
         self._next = math.nan  # the loss that all samples have then
-        self.dropped: set[int] = set()
-        """Samples that were found to have nothing to count, by a loss that is not a number."""
+        self._loss, self._wanted = torch.tensor(math.nan), list[torch.Tensor | None]()  # of the whole
         self.draws_foreign = False
         """Whether Python's or NumPy's generator was drawn from."""
         self.trained: set[int] = set()
@@ -120,7 +113,6 @@ class Measurement:
         self._written = list(written)
         self._rewind = rewind
         self._like = like
-        self._drops_gradients = drops_gradients
         self._forward_only = forward_only
         # Not compiled, and not in 16 bits: there right and wrong cannot be told apart.
         self.job = replace(job, model=getattr(job.model, "_orig_mod", job.model), precision="fp32")
@@ -131,8 +123,6 @@ class Measurement:
         # It has a snapshot of its own, taken as things are.
         self._transaction = kind(self.job)
         self._transaction.outputs.are_unwanted = True
-        self._transaction.drops_nan = True
-        self._transaction.drops_gradients = self._drops_gradients
         self.parameters = self._transaction.trained()
         self.names = names_of(self.parameters, self.job.modules)
         tolerance = loss_tolerance_of if self._forward_only else tolerance_of
@@ -196,7 +186,7 @@ class Measurement:
         draws = self._draws
         assert draws is not None
         before = remains_of(self.state.layers) if self.job.state == "window" else None
-        gradient = self._run((tuple(range(self.num_samples)),), "samples", self.make, lambda _: draws)
+        gradient = self._run((tuple(range(self.num_samples)),), "sum", self.make, lambda _: draws)
         self.draws_foreign = self.draws_foreign or self.state.foreign_draws()
         self.moved = self.state.moved()
         if before is not None:
@@ -207,7 +197,7 @@ class Measurement:
         if not math.isfinite(self._loss) or self.is_divided_by_none():
             self._put_back()
             raise NotFiniteError
-        self._wanted: list[torch.Tensor | None] = [p.grad for p in self.parameters]
+        self._wanted = [p.grad for p in self.parameters]
         self.trained = {id(p) for p in self.parameters if p.grad is not None}
         for p in self.parameters:
             p.grad = None
@@ -258,7 +248,7 @@ class Measurement:
         errors: list[Error] = []
         self._contributing = 0
         for cut in cuts:
-            gradient = self._run(cut, hypothesis, self.make, self._replaying)
+            gradient = self._run(cut, hypothesis, self.make, self.replaying)
             errors.append(self._error(gradient))
             for p in self.parameters:
                 p.grad = None
@@ -296,7 +286,7 @@ class Measurement:
             UnalignedError: the draws of a part are not found among those of the whole.
         """
         whole, loss = tuple(range(self.num_samples)), self._joined_loss(has_constants)
-        apart = [self.loss_of(part, self._replaying(part)) for part in (whole[:first], whole[first:])]
+        apart = [self.loss_of(part, self.replaying(part)) for part in (whole[:first], whole[first:])]
         shares = (1.0, 1.0) if is_sum else tuple(weight / sum(weights) for weight in weights)
         off = abs(sum(share * one for share, one in zip(shares, apart, strict=True)) - loss)
         return off / max(abs(loss), *map(abs, apart), 1e-12)
@@ -310,20 +300,6 @@ class Measurement:
             self._draws = Recording(self.job.device, keeps_wide=not self.is_rounded, held=self.state.generators())
         return self.loss_of(tuple(range(self.num_samples)), self._draws)
 
-    def floor(self) -> float:
-        """Return how far gradients of these samples may be apart that are both right."""
-        # Where they cancel, as those of a mean of large numbers do, there are fewer digits: how many, the opposite
-        # order shows. But where samples meet it is another loss, unlike that of numbers whose last bits differ.
-        backwards = tuple(reversed(range(self.num_samples)))
-        turned = self.run([(backwards,)], "samples").error
-        with self.nudged():
-            nudged = self.run([(tuple(range(self.num_samples)),)], "samples").error
-        floor = 10 * min(turned, _MOST_BITS * nudged)
-        if self.tolerance < TOLERANCE:
-            return floor
-        # What kernels of other sizes do, the device shows.
-        return max(floor, floor_of(self.job.device, torch.are_deterministic_algorithms_enabled()))
-
     @contextmanager
     def widened(self) -> Iterator[None]:
         """Compute in 64 bits within it, the whole as well."""
@@ -336,30 +312,15 @@ class Measurement:
             self._draws, self._loss, self._wanted = kept
             self._put_back()
 
-    def rounding(self) -> float:
-        """Return how far the loss of all samples may be off for rounding alone, as a fraction of it."""
-        whole = tuple(range(self.num_samples))
-        loss, turned = (self.loss_of(part, self._replaying(part)) for part in (whole, whole[::-1]))
-        with self.nudged():
-            nudged = self.loss_of(whole, self._replaying(whole))
-        return min(abs(loss - turned), _MOST_BITS * abs(loss - nudged)) / max(abs(loss), 1e-12)
-
     def _next_loss(self) -> float:
         """Return the loss of all samples in the state that a window has left; NaN where it has none."""
         self._transaction.snapshot.restore_random()
         try:
-            return self.loss_of(whole := tuple(range(self.num_samples)), self._replaying(whole))
+            return self.loss_of(whole := tuple(range(self.num_samples)), self.replaying(whole))
         except Exception as error:  # of the user's code, by what it finds, which a run will tell
             if is_out_of_memory(error):
                 raise
         return math.nan
-
-    @contextmanager
-    def nudged(self) -> Iterator[None]:
-        """Turn the last bit of each number of the parameters, and of the batches that are made within it."""
-        with nudged(self.parameters), self.parts.converting(nudge):
-            yield
-        self._put_back()  # which a run may have done in the midst of this, with some parameters
 
     def loss_of(self, part: Part, draws: AbstractContextManager[Any]) -> float:
         """Return the loss of some samples, by a forward of which nothing is kept."""
@@ -369,18 +330,6 @@ class Measurement:
         value = float(loss.detach())
         self._put_back()
         return value
-
-    def shown_of(self, part: Part) -> Reduction:
-        """Return what the graph of a part's loss shows; nothing else of it remains."""
-        if part not in self.shown:
-            batch = self.make(part)
-            try:
-                with self._replaying(part):
-                    self._looking(part)(batch, len(part), self.num_samples)
-            except ZeroDivisionError:  # by the number of its items
-                self.shown[part] = Reduction(0.0)
-            self._put_back()
-        return self.shown[part]
 
     def _error(self, gradient: Gradient) -> Error:
         if self._forward_only:
@@ -394,7 +343,8 @@ class Measurement:
             raise ZeroGradientError
         return Error(math.inf, None)  # the whole has a gradient of 0, and the cut has not
 
-    def _replaying(self, part: Part) -> AbstractContextManager[Any]:
+    def replaying(self, part: Part) -> AbstractContextManager[Any]:
+        """Return the context in which some samples are given what the whole has drawn for them."""
         if isinstance(self._draws, Recording):
             if self._draws.has_shown_nothing:
                 return drawing_nothing()
@@ -424,8 +374,6 @@ class Measurement:
             self._contributing = max(self._contributing, transaction.num_contributing() if len(cut) > 1 else 0)
             outcome = transaction.finish()
             if isinstance(outcome, Gradient):
-                parts = dict(zip(_starts(cut), cut, strict=True))
-                self.dropped.update(index for start in outcome.dropped for index in parts[start])
                 break
             self._put_back()
             transaction.repeat()
@@ -439,9 +387,6 @@ class Measurement:
         def forward(batch: Any, num_samples: int, window_samples: int) -> torch.Tensor:
             loss = self._transaction.plain_forward(batch, num_samples, window_samples)
             self.shown[part] = without_graph(read(loss, num_samples))
-            counted = None if self.job.num_items is None else count_items(self.job.num_items, batch)
-            if counted is not None and not isinstance(counted, dict):  # those of several losses have no rivals
-                self.counted[part] = float(counted)
             return loss
 
         return forward

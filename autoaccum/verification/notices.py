@@ -10,12 +10,11 @@ import torch
 from torch import nn
 
 from autoaccum.events import Notice
-from autoaccum.loss.conclusions import DIVIDED_LATER, conclude, proportional
-from autoaccum.loss.coupling import count_batch_norms
-from autoaccum.loss.hypotheses import SUMS, WORDS, Hypothesis
+from autoaccum.loss.conclusions import conclude
 from autoaccum.loss.terms import Reduction
 from autoaccum.planning.granules import MICRO, Statistics
 from autoaccum.verification.findings import FOREIGN, Decision, Verdict
+from autoaccum.window.batch_norm import count_batch_norms
 
 # Each names its cause so that it can be found in the user's code, and a cure that can be tried. One is told from
 # another by its consequence, which therefore holds no numbers: it is said once in a run.
@@ -43,17 +42,6 @@ def batch_norm_notices(modules: Sequence[nn.Module], statistics: Statistics = MI
             "autoaccum.convert_batch_norm(model)",
         )
     return [notice] if layers else []
-
-
-def coupling_notice() -> Notice:
-    """Return what to say when windows are cut whose loss compares samples with each other."""
-    return Notice(
-        cause="The loss lets the samples of a batch meet, as contrastive losses and statistics over a batch do",
-        consequence="Each sample meets those of its micro-batch only, instead of all in the window: another loss",
-        cure="Pass accumulate='joined', which computes the loss of all of it; or pass micro_batch= the whole window if "
-        "it fits, lower effective_batch if it does not, or let samples meet what does not come from the batch, such as "
-        "a queue of past ones or running statistics",
-    )
 
 
 def half_precision_notices(parameters: Sequence[torch.Tensor]) -> list[Notice]:
@@ -89,46 +77,6 @@ def compiled_notice() -> Notice:
     )
 
 
-def contradiction_notice(
-    claimed: Sequence[float], sizes: Sequence[int], reductions: Sequence[Reduction]
-) -> Notice | None:
-    """Return what to say when the user's ``num_items`` is not what the loss shows; None when it may be."""
-    found = conclude(sizes, reductions)
-    # What cannot be read off the loss cannot contradict anybody.
-    if found.doubt is not None:
-        return None
-    counts = [float(reduction.items) for reduction in reductions]
-    # Counts that are the same but for a factor, as those of tokens and of pairs of tokens, are the same weights.
-    if not found.is_sum and proportional(claimed, counts):
-        return None
-    # The first few show what is wrong; a window may have thousands.
-    listed = [", ".join(f"{count:g}" for count in numbers[:4]) for numbers in (claimed, counts)]
-    return Notice(
-        cause=f"num_items says {listed[0]} for the first micro-batches, but their loss is "
-        + ("a sum" if found.is_sum else f"a mean over {listed[1]}"),
-        consequence="The gradient is weighted by num_items, and so depends on how windows are cut",
-        cure="Leave num_items out: what the loss is a mean over was read off it; labels that a model shifts are "
-        "counted as shifted",
-    )
-
-
-def unused_notice(num_items: object, hypothesis: Hypothesis, *, counts_by_name: bool) -> Notice | None:
-    """Return what to say where a loss was measured to be something else than a mean over what ``num_items`` counts.
-
-    ``counts_by_name`` is whether it counts for each of several losses, as it may where these are told apart.
-    """
-    if not callable(num_items) or counts_by_name or hypothesis == "num_items":
-        return None
-    return Notice(
-        cause=f"The loss is not a mean over what num_items counts, but {WORDS[hypothesis]}, as was measured",
-        consequence="num_items is not used, and windows are weighed by what was measured",
-        cure='Pass reduction="sum" beside it, where the sum of the window is to be divided by what it counts; or leave '
-        "num_items out"
-        if hypothesis in SUMS
-        else "Leave num_items out, or let it return what the loss of a micro-batch is divided by",
-    )
-
-
 def untrained_notice(modules: Sequence[nn.Module], trained: Set[int]) -> Notice | None:
     """Return what to say when nothing of the model gets a gradient; None where something does, or all of it is frozen.
 
@@ -159,6 +107,7 @@ def failure_notice(
     *,
     statistics: Statistics = MICRO,
     counts_items: bool = False,
+    is_stated: bool = False,
 ) -> Notice:
     """Return what to say of windows whose gradient was measured to depend on how they are cut.
 
@@ -169,26 +118,16 @@ def failure_notice(
         suspicion: what the graph of the loss says against it.
         statistics: those that BatchNorm is to normalise by.
         counts_items: whether num_items was passed.
+        is_stated: whether reduction was.
     """
-    if decision.contradiction is not None:
-        found = [_contradicted(decision.contradiction)]
-    else:
-        known = [*batch_norm_notices(modules, statistics), suspicion]
-        found = [notice for notice in known if notice is not None] or [_unknown(counts_items=counts_items)]
+    known = [*batch_norm_notices(modules, statistics), suspicion]
+    unknown = _MISSTATED if is_stated and not counts_items else _unknown(counts_items=counts_items)
+    found = [notice for notice in known if notice is not None] or [unknown]
     off = f"windows that are cut get a gradient {percent(decision.error)} off the whole window's"
     return Notice(
         cause=f"{' and '.join(notice.cause for notice in found)}: {off}, measured on {samples} samples",
         consequence=found[0].consequence,
         cure="; ".join(notice.cure for notice in found),
-    )
-
-
-def _contradicted(measured: Hypothesis) -> Notice:
-    """Return what to say of a loss that was measured to be something else than ``reduction`` says."""
-    return Notice(
-        cause=f"The loss is not what reduction says, but {WORDS[measured]}",
-        consequence="Windows are weighed by what reduction says, so that the gradient depends on how they are cut",
-        cure="Leave reduction out, by which the loss is taken for what it is measured to be, or pass the other one",
     )
 
 
@@ -210,6 +149,13 @@ _MISCOUNTED = replace(
     "let it be a dict of such functions by the same names), and let nothing be done to that mean, such as squaring it; "
     "or pass accumulate='joined', by which statistics of a batch are the window's, or micro_batch= the whole window "
     "if it fits",
+)
+
+
+_MISSTATED = replace(
+    _UNKNOWN,
+    cause="The loss is not the mean, or the sum, that reduction says",
+    cure="Leave reduction out, or pass the other one; a loss that is neither needs accumulate='joined'",
 )
 
 
@@ -253,16 +199,6 @@ def percent(error: float) -> str:
     return f"{error * 100:.2g} %" if error < 0.99 else f"{error * 100:.0f} %"
 
 
-def ones_notice(error: float) -> Notice:
-    """Return what to say of a window with a count of 1, where such a count was measured to stand for none as well."""
-    off = f"windows that hold such a micro-batch get a wrong gradient, {percent(error)} off for the samples measured"
-    return Notice(
-        cause=f"The loss divides by a count that is kept from 0 where nothing counts, as by clamp(min=1): {off}",
-        consequence="A micro-batch without items counts for some, and so the others count for too little",
-        cure=DIVIDED_LATER,
-    )
-
-
 def uncertain_notice(why: str) -> Notice:
     """Return what to say of weights that are right for a few samples, and may be wrong for others."""
     return Notice(
@@ -297,24 +233,13 @@ def drawn_once_notice() -> Notice:
     )
 
 
-def uncounted_notice(error: float) -> Notice:
-    """Return what to say of a micro-batch that ``num_items`` counts 0 in, but which was measured to have a loss."""
-    off = f"windows that hold such a micro-batch get a wrong gradient, {percent(error)} off for the samples measured"
+def uncounted_notice() -> Notice:
+    """Return what to say of a micro-batch that ``num_items`` counts 0 in, but which has a loss."""
     return Notice(
-        cause=f"The loss of a micro-batch in which num_items counts 0 is not 0: {off}",
+        cause="The loss of a micro-batch in which num_items counts 0 is not 0",
         consequence="A micro-batch that counts nothing is left out, with its loss",
-        cure=DIVIDED_LATER,
-    )
-
-
-def dropped_notice(error: float) -> Notice:
-    """Return what to say of a micro-batch whose loss is not a number, but which was measured to count something."""
-    off = f"windows that hold such a micro-batch get a wrong gradient, {percent(error)} off for the samples measured"
-    return Notice(
-        cause=f"The loss of a micro-batch is not a number, as a mean over nothing is, where another term counts: {off}",
-        consequence="A micro-batch whose loss is not a number is left out, with all that it counts",
-        cure="Let each term be 0 where nothing counts, as by clamp(min=1) of what it is divided by, and pass "
-        "num_items=(micro-batch) -> how many items the loss is a mean over",
+        cure='Return the sum alone, divided by nothing, with reduction="sum" and num_items=(micro-batch) -> its share '
+        "of what the sum of the whole window is divided by; or pass accumulate='joined'",
     )
 
 

@@ -5,13 +5,18 @@ from __future__ import annotations
 from typing import Any, Literal
 
 _CLOSELY = 100
-"""Windows of which each is looked at for samples of a kind that was not there; of later ones every tenth or so is."""
+"""Windows of which each is looked at where nothing was measured; of later ones every tenth or so is."""
+NEVER = 2**62
+"""The number of no window."""
 _MOST_SURPRISES = 4
 """Measurements because of what a window shows, after which they are made at every doubling of the number of surprises
 only: a graph that depends on its data changes all the time."""
 
 Status = Literal["unmeasured", "passed", "failed"]
 """What a run goes by: what can be read and is said, what was measured, or what has failed and was said."""
+
+Reason = Literal["whole", "again", "losses"]
+"""How a window is measured: wholly, which is told; once more, quietly where nothing has changed; or by its losses."""
 
 
 class Occasions:
@@ -29,7 +34,7 @@ class Occasions:
         self.is_short_measured = False
         """Whether a smaller one was measured after it."""
         self.next_round = 2
-        """The number of the window at which losses are compared next, whatever it shows."""
+        """The number of the window at which is measured next, whatever it shows."""
         self.next_joined = 10
         """The number of the window at which two of its micro-batches are joined next, whatever it shows."""
         self.next_look = 1
@@ -48,8 +53,8 @@ class Occasions:
         """Return below how many samples a window is shorter than those that were measured, and the first that is."""
         return 0 if self.is_short_measured else self.largest
 
-    def reason(self, num_samples: int, number: int, *, is_surprising: bool) -> Literal["whole", "losses"] | None:
-        """Return how a window is measured: wholly, or by its losses alone; None where it need not be.
+    def reason(self, num_samples: int, number: int, *, is_surprising: bool) -> Reason | None:
+        """Return how a window is measured; None where it need not be.
 
         Args:
             num_samples: its samples.
@@ -64,6 +69,9 @@ class Occasions:
             self.surprises += 1
             if self.surprises <= _MOST_SURPRISES or self.surprises & (self.surprises - 1) == 0:
                 return "whole"
+        # The samples of a first window may be alike, and what it sets up is not seen in it.
+        if number == self.next_round == 2:
+            return "again"
         return "losses" if number >= self.next_round or num_samples < self.short_below else None
 
     def is_for_joined(self, num_samples: int, number: int) -> bool:
@@ -87,9 +95,13 @@ class Occasions:
         self.tries = max(self.tries, 1)
 
     def looked(self, number: int) -> None:
-        """Take that a window was looked at: the next one is, and after the hundredth one in ten, in a hundred, ..."""
+        """Take that a window was looked at: the next one is that is to be measured; of a run that has failed none.
+
+        Of one that is not measured yet each of the first hundred is, and then one in ten, in a hundred, and so on.
+        """
         every = 1 if number < _CLOSELY else int(10 ** (len(str(number)) - 2))
-        self.next_look = (number // every + 1) * every
+        looks = {"unmeasured": (number // every + 1) * every, "failed": NEVER}
+        self.next_look = looks.get(self.status, number + 1 if self.is_changed else max(number + 1, self.next_round))
 
     def state_dict(self) -> dict[str, Any]:
         """Return all of it, for a checkpoint."""

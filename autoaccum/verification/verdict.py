@@ -10,9 +10,7 @@ import torch
 
 from autoaccum.data.base import Window
 from autoaccum.errors import AutoaccumError, MemoryLimitError
-from autoaccum.loss.coupling import smallest_micro_batch
-from autoaccum.loss.hypotheses import SUMS, Hypothesis
-from autoaccum.loss.reductions import is_one
+from autoaccum.loss.hypotheses import Hypothesis
 from autoaccum.memory.oom import RanOut, attempt, is_out_of_memory, without_frames
 from autoaccum.verification.decision import compare_losses, decide
 from autoaccum.verification.draws import UnalignedError, UnsettledError
@@ -20,6 +18,7 @@ from autoaccum.verification.findings import FOREIGN, Decision, NotFiniteError, V
 from autoaccum.verification.measurement import Measurement
 from autoaccum.verification.mixing import broadcasts, mixes
 from autoaccum.verification.samples import MOST, choose, cuts_of
+from autoaccum.window.batch_norm import smallest_micro_batch
 from autoaccum.window.job import Job
 from autoaccum.window.state import State
 
@@ -40,7 +39,6 @@ def measure(
     written: Iterable[torch.Tensor] = (),
     rewind: Callable[[], None] = lambda: None,
     like: State | None = None,
-    drops_gradients: bool = False,
     forward_only: bool = False,
 ) -> Verdict:
     """Measure some samples of a window; of that nothing remains.
@@ -53,16 +51,13 @@ def measure(
         written: parameters that forwards have been seen to write to.
         rewind: puts the state back that the window began with.
         like: that state, as far as it is remembered.
-        drops_gradients: whether parts whose gradient is not finite are left out.
         forward_only: compare losses alone, by that hypothesis alone.
     """
     # Groups of BatchNorm are of few samples here: what sees those sees larger ones, and these may not fit twice.
     job = replace(job, batch_norm=job.batch_norm.of_few())
     granule = job.batch_norm.group
     smallest = -(-max(smallest_micro_batch(job.modules, job.batch_norm), job.min_micro_batch) // granule) * granule
-    make = partial(
-        Measurement, job, window, written=list(written), rewind=rewind, like=like, drops_gradients=drops_gradients
-    )
+    make = partial(Measurement, job, window, written=list(written), rewind=rewind, like=like)
     why = "there is not enough memory for three samples at once"
     # Three parts of the smallest size that there may be, two of them where there is no room for more.
     for count in (MOST, _FEW, 2) if smallest < 3 else (3 * smallest, 2 * smallest):
@@ -121,20 +116,15 @@ def _upheld(
     found: Verdict, others: Sequence[int], held: Hypothesis, measured: Callable[..., Verdict | RanOut]
 ) -> Verdict | RanOut:
     """Return what was found, unless the losses of other samples, and then their gradients, speak against it."""
-    if held != "sum and penalties":  # whose losses add up to more than the whole one's, unlike gradients
-        compared = measured(others, held, True)
-        if isinstance(compared, RanOut) or compared.decision is None or compared.decision.passed:
-            return found
+    compared = measured(others, held, True)
+    if isinstance(compared, RanOut) or compared.decision is None or compared.decision.passed:
+        return found
     again = measured(others, held, False)
     if isinstance(again, RanOut) or again.decision is None:
         return found
     if not again.decision.passed:
         return again
-    other = again.decision.hypothesis
-    back = found if other == held else measured(found.chosen, other, False)
-    if isinstance(back, RanOut) or back.decision is None or back.decision.hypothesis == other:
-        return back
-    # Some pass by the one only, others by the other. Where counts of 1 explain it, the held one was not measured here.
+    # Some samples pass by the one only, others by the other.
     failed = _failed(again.decision, held)
     return found if failed is None else replace(again, decision=failed)
 
@@ -178,10 +168,6 @@ def _measured_of(
             is_mixed = not decision.passed and _mixes(measurement)
             if collates_anew := not decision.passed and not is_mixed and measurement.collates_anew():
                 decision = decide(measurement, smallest, likely)
-            # Parts that are all divided by 1 add up like a sum, too, as where few samples have an item each.
-            is_sum = decision.passed and likely == "items" and decision.hypothesis in SUMS
-            if is_sum and is_one(measurement.shown[tuple(range(measurement.num_samples))]):
-                return Verdict(unmeasured="a few samples have too few items to tell a mean from a sum", is_passing=True)
             if decision.passed and decision.is_vacuous:
                 # Nothing passes by more than chance; what fails does not do so by chance.
                 return Verdict(
@@ -201,6 +187,7 @@ def _measured_of(
                 decision=decision,
                 chosen=tuple(chosen),
                 tolerance=max(measurement.tolerance, decision.error) if decision.passed else measurement.tolerance,
+                trained=frozenset(measurement.trained),
                 leaves_part=measurement.leaves_part,
                 draws_once=measurement.draws_once,
                 collates_anew=collates_anew,

@@ -2,10 +2,9 @@
 
 Each parameter's gradient is looked at on its way to being added, where autograd has it as a whole: that takes no
 memory, and changes nothing of the sums. Where one backward brings a parameter's gradient in several pieces, as
-reentrant checkpoints of shared layers do, or writes it past autograd, as a fused kernel may, and where a contribution
-may have to be thrown away again, what has been accumulated is set aside while the backward runs: that costs the memory
-of another set of gradients, and the sums are those of plain accumulation, to the bit, but for what comes in pieces,
-which are added to each other first.
+reentrant checkpoints of shared layers do, or writes it past autograd, as a fused kernel may, what has been accumulated
+is set aside while the backward runs: that costs the memory of another set of gradients, and the sums are those of plain
+accumulation, to the bit, but for what comes in pieces, which are added to each other first.
 """
 
 from __future__ import annotations
@@ -34,9 +33,6 @@ class Accumulated(Protocol):
     def stepped(self) -> list[torch.Tensor]:
         """Return the parameters whose gradients reach the optimizer."""
 
-    def drop(self) -> None:
-        """Set all gradients to None."""
-
 
 Parts = tuple[tuple[Part, ...], Noise | None]
 """What each micro-batch adds to a window's gradient, and the noise in that."""
@@ -62,16 +58,14 @@ class Contributions:
         self,
         accumulate: Callable[[], None],
         gradients: Accumulated,
-        drops: Callable[[torch.Tensor], bool] | None,
-    ) -> torch.Tensor | None:
+    ) -> torch.Tensor:
         """Run a backward, and return the 2-norm of what it adds to the gradient that reaches the optimizer.
 
         Args:
             accumulate: the backward.
             gradients: what it adds to.
-            drops: whether what has that norm is thrown away, so that None is returned; None where nothing is.
         """
-        if drops is None and not self.come_in_pieces:
+        if not self.come_in_pieces:
             parameters = gradients.stepped()
             if (whole := heard(accumulate, parameters)) is not None:
                 return whole
@@ -80,10 +74,7 @@ class Contributions:
             return torch.full((), math.nan, device=parameters[0].device)
         before = set_aside(gradients.trained())
         accumulate()
-        found: torch.Tensor | None = norm(gradients.stepped())
-        if drops is not None and found is not None and drops(found):
-            gradients.drop()
-            found = None
+        found = norm(gradients.stepped())
         add_back(before)
         return found
 

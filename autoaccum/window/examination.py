@@ -48,6 +48,8 @@ class Examiner(Protocol):
     """Whether windows may be joined instead: notices of inexact gradients then wait until that was tried."""
     withheld: list[tuple[Notice, float | None]]
     """Notices that wait, each with its measured error, or None."""
+    is_trying: bool
+    """Whether this window is to be joined because it is not finite."""
     uncertain: str | None
     """Why weights that were measured to be right are no certain count; None where they are, or nothing can join."""
 

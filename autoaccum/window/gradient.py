@@ -6,7 +6,6 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from itertools import accumulate
 from typing import Any
 
 import torch
@@ -15,7 +14,7 @@ from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
 from autoaccum.loss.graph import take_for_parameters
 from autoaccum.loss.hypotheses import Conclusion
-from autoaccum.loss.reductions import kinds_of
+from autoaccum.loss.reductions import is_one, kinds_of
 from autoaccum.loss.terms import Reduction
 from autoaccum.loss.weighting import make_own
 from autoaccum.memory.oom import insist
@@ -46,16 +45,16 @@ class Gradient:
     own: tuple[int, ...] = ()
     """Those of the micro-batches that this rank has run: all of them, where there is one."""
     # These are for an examiner alone: see ``verification``.
-    uncounted: tuple[int, ...] = ()
-    """Where micro-batches begin that the user says count nothing, until they were measured to add nothing."""
-    dropped: tuple[int, ...] = ()
-    """Where micro-batches begin whose loss was not a number, and which count nothing."""
+    is_finite: bool = True
+    """Whether loss and gradient are, as far as they were read."""
+    is_kept_from_none: bool = False
+    """Whether the loss of a micro-batch that counts items is 0."""
+    is_uncounted: bool = False
+    """Whether a micro-batch in which the user counts nothing has a loss other than 0."""
     counts: tuple[float, ...] = ()
     """What each micro-batch counts; 0 where it was found to count nothing."""
     reductions: tuple[Reduction, ...] = ()
     """How the loss of each micro-batch was reduced."""
-    suspects: tuple[int, ...] = ()
-    """Indices of the micro-batches whose count may be one that was kept from 0."""
     is_by_name: bool = False
     """Whether each of several losses was weighed by itself, as the user counts its items."""
     conclusion: Conclusion | None = None
@@ -71,9 +70,6 @@ class Gradient:
             sizes=self.sizes[:count],
             counts=self.counts[:count],
             reductions=self.reductions[:count],
-            suspects=tuple(index for index in self.suspects if index < count),
-            uncounted=tuple(start for start in self.uncounted if start < num_samples),
-            dropped=tuple(start for start in self.dropped if start < num_samples),
         )
 
 
@@ -94,56 +90,29 @@ class Repeat:
     sizes: tuple[int, ...]
 
 
-_SAME = 1e-6
-"""Relative difference up to which counts are the same."""
-_TIES = 8
-"""Windows in which micro-batches of the lowest count are suspects each time; later ones at doublings of their number:
-a loss may well be 0, as by a hinge, and a micro-batch may have one item."""
-
-
 class Signs:
     """What a window shows of its loss for next to nothing, compared with what earlier windows have shown.
 
-    They tell when a measurement does not speak for a window any more: its graph has another number of nodes, or
-    hypotheses that could not be told apart weigh its micro-batches differently.
+    They tell when a measurement does not speak for a window any more, as where its graph has another number of nodes.
     """
 
-    __slots__ = (
-        "_graphs", "_late", "_modes", "_ties", "compares_samples", "has_suspects",
-        "have_changed", "is_counted", "knows_nothing", "least", "next_look", "num_visible", "short_below",
-        "watches_least",
-    )  # fmt: skip
+    __slots__ = ("_graphs", "_late", "_modes", "have_changed", "next_look", "short_below")
 
     def __init__(self) -> None:
         """Begin with nothing seen."""
         self._graphs: dict[int, tuple[object, ...]] = {}  # marks of that of a micro-batch, by its samples
         self._late: list[tuple[int, int, int, str]] = []  # those of which something is yet to be read
         self._modes: list[bool] | None = None  # of each module
-        self.compares_samples = False
-        """Whether a mean over samples would do as well, as far as was measured."""
-        self.watches_least = True
-        """Whether the lowest count of the run may stand for none, as of ``mask.sum().clamp(min=1) * features``."""
-        self.least = (math.inf, math.inf)
-        """The lowest so far, and the lowest of a sample."""
-        self.has_suspects = False
-        """Whether this window has micro-batches of which that is to be measured."""
-        self._ties = 0  # windows with micro-batches that counted as few and added nothing, or may have
         self.next_look = 1
         """The number of the next window whose forwards are looked at; for whoever looks to set."""
         self.short_below = 0
         """Samples below which a window is shorter than any that was measured; for whoever measures to set."""
-        self.is_counted = False
-        """Whether the user counts items, which is measured where they are the fewest."""
-        self.knows_nothing = True
-        """Whether micro-batches that count nothing are known to add nothing; for whoever measures it to set."""
-        self.num_visible = math.inf
-        """The first samples of a window, which can be measured; for whoever joins ranks to set."""
         self.have_changed = False
         """Whether a window has shown what was not seen before; for whoever has looked into it to take back."""
 
     def want_a_look(self, number: int, num_samples: int) -> bool:
         """Return whether a window of that number and size, which was cut, is to be examined before it is stepped on."""
-        return self.have_changed or self.has_suspects or number >= self.next_look or num_samples < self.short_below
+        return self.have_changed or number >= self.next_look or num_samples < self.short_below
 
     def of_graph(self, num_samples: int, *marks: object) -> None:
         """Take what tells the graph of a micro-batch from another one: its number of nodes, its root, its terms."""
@@ -170,42 +139,9 @@ class Signs:
         """Begin an attempt at a window."""
         self._late.clear()
 
-    def mark(self) -> tuple[Any, ...]:
-        """Return what the end of a window may change, for ``restore``."""
-        return self.least, self._ties, self.has_suspects, self.have_changed
-
-    def restore(self, mark: tuple[Any, ...]) -> None:
-        """Undo what the end of a window has changed."""
-        self.least, self._ties, self.has_suspects, self.have_changed = mark
-
     def forget_graphs(self) -> None:
         """Let graphs be compared from now on alone: by another hypothesis other things of them are read."""
         self._graphs.clear()
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return what was seen, for a checkpoint."""
-        # What came later is there only once it says something, so that older checkpoints and new ones are alike.
-        lowest = {"least": self.least, "ties": self._ties} if self.least[0] < math.inf else {}
-        return lowest | {
-            "graphs": dict(self._graphs),
-            "compares_samples": self.compares_samples,
-            "modes": self._modes,
-        }
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Put back what ``state_dict`` returned."""
-        self._graphs, self.compares_samples = dict(state["graphs"]), state["compares_samples"]
-        self._modes = state["modes"]
-        self.least, self._ties = state.get("least", self.least), state.get("ties", 0)
-
-    def uncounted(self, sizes: Sequence[int], counts: Sequence[float]) -> tuple[int, ...]:
-        """Return where micro-batches begin that count nothing, as long as they are not known to add nothing."""
-        if self.knows_nothing or all(counts):
-            return ()
-        starts = zip(accumulate(sizes, initial=0), counts, strict=False)
-        found = tuple(start for start, count in starts if not count and start < self.num_visible)
-        self.have_changed = self.have_changed or bool(found)
-        return found
 
     def of_modes(self, modes: list[bool]) -> None:
         """Take whether each module is in training mode."""
@@ -213,56 +149,21 @@ class Signs:
             self.have_changed = self.have_changed or self._modes is not None
             self._modes = modes
 
-    def of_counts(self, sizes: Sequence[int], counts: Sequence[float], reductions: Sequence[Reduction]) -> None:
-        """Take what the micro-batches of a window count, and how their losses were reduced."""
-        if self.compares_samples and not are_alike(sizes, counts):
-            self.have_changed = True
-        if self.watches_least and are_terms_apart(counts, reductions):
-            self.have_changed = True
+    def state_dict(self) -> dict[str, Any]:
+        """Return what was seen, for a checkpoint."""
+        return {"graphs": dict(self._graphs), "modes": self._modes}
 
-    def suspects(
-        self,
-        sizes: Sequence[int],
-        counts: Sequence[float],
-        reductions: Sequence[Reduction],
-        losses: Sequence[torch.Tensor | None],
-    ) -> tuple[int, ...]:
-        """Return the micro-batches of the lowest count, where it may be one that was kept from 0: where it is lower
-        than any before, or as low and nothing shows that such a micro-batch adds anything.
-        """
-        self.has_suspects = False
-        # PyTorch's own means over nothing are no numbers.
-        of_terms = [self.is_counted or bool(found.terms and not found.terms[0].is_items) for found in reductions]
-        kept = [i for i, is_kept in enumerate(of_terms) if counts[i] and is_kept]
-        if not self.watches_least or not kept:
-            return ()
-        lowest, of_one = min(abs(counts[i]) for i in kept), min(abs(counts[i]) / sizes[i] for i in kept)
-        if lowest > self.least[0] * (1 + _SAME):
-            return ()
-        # Where counts are like samples, there is as much in each micro-batch; until there is less in all of them.
-        is_alike = are_alike(sizes, counts)
-        is_new = lowest < self.least[0] * (1 - _SAME) and not is_alike
-        is_new = is_new or of_one < self.least[1] * (1 - _SAME) < math.inf
-        self.least = min(self.least[0], lowest), min(self.least[1], of_one)
-        found = [
-            i
-            for i in kept
-            if abs(counts[i]) <= lowest * (1 + _SAME)
-            and (is_new or _adds_nothing(losses[i]) or (bool(reductions[i].constants) and not is_alike))
-        ]
-        # A loss may go on to be 0 for a whole run: then it is not measured in each window of it.
-        if found and not is_new:
-            self._ties += 1
-            if self._ties > _TIES and self._ties & (self._ties - 1):
-                return ()
-        self.has_suspects = bool(found)
-        return tuple(found)
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Put back what ``state_dict`` returned."""
+        self._graphs, self._modes = dict(state["graphs"]), state["modes"]
 
 
 def are_terms_apart(counts: Sequence[float], reductions: Sequence[Reduction]) -> bool:
     """Return whether a loss adds means over numbers of items that are in other proportions in each micro-batch."""
     found = [reduction.terms for reduction, count in zip(reductions, counts, strict=False) if count]
-    if len(found) < 2 or len(found[0]) < 2 or len({len(terms) for terms in found}) > 1:
+    if len({len(terms) for terms in found}) > 1:
+        return True
+    if len(found) < 2 or len(found[0]) < 2:
         return False
     columns = [[abs(float(term.divisor)) for term in terms] for terms in zip(*found, strict=True)]
     # What a sum was divided by is a constant, and of what is unknown nothing is known.
@@ -274,8 +175,27 @@ def _are_counts(counts: Sequence[float]) -> bool:
     return all(map(math.isfinite, counts)) and any(counts)
 
 
-def _adds_nothing(loss: torch.Tensor | None) -> bool:
-    return loss is not None and not loss.tolist()  # which reads it without an operation
+def are_doubtful(sizes: Sequence[int], counts: Sequence[float], reductions: Sequence[Reduction]) -> bool:
+    """Return whether graphs speak against one weight: by terms that are apart, or a divisor of 1, maybe a clamped 0."""
+    rows = zip(counts, reductions, strict=True)
+    has_ones = any(count and is_one(reduction) for count, reduction in rows) and not are_alike(sizes, counts)
+    return has_ones or are_terms_apart(counts, reductions)
+
+
+def is_kept_from_none(
+    sizes: Sequence[int],
+    counts: Sequence[float],
+    reductions: Sequence[Reduction],
+    losses: Sequence[torch.Tensor | None],
+) -> bool:
+    """Return whether the loss of a micro-batch that counts items is 0, as where ``clamp(min=1)`` counts some for none.
+
+    It is of no matter where each sample counts alike. PyTorch's own means over nothing are no numbers.
+    """
+    # tolist() reads a loss without an operation, which a dispatch mode would see and fail on.
+    rows = zip(counts, reductions, losses, strict=True)
+    is_there = any(count and found.terms and loss is not None and not loss.tolist() for count, found, loss in rows)
+    return is_there and not are_alike(sizes, counts)
 
 
 def are_alike(sizes: Sequence[float], counts: Sequence[float]) -> bool:

@@ -29,6 +29,9 @@ class JoinableTransaction(Transaction):
     unknown: UnknownCallError | None = None
     """A kind of call that was not measured, for which the window has to be run again once it is."""
 
+    was_split = True
+    """Whether the last joined window has split any call: none is of a step that is compiled as a whole."""
+
     _ranks: Ranks | None = None
     """Those that run the other rows of its calls, where there are several."""
 
@@ -95,8 +98,9 @@ class JoinableTransaction(Transaction):
         """Run the window; return what has refused to be split."""
         options: dict[str, Any] = {"generators": self.snapshot.generators(), "ranks": self._ranks}
         try:
-            with joining(self._job.model, layout, sizes, self._job.device, **options):
+            with joining(self._job.model, layout, sizes, self._job.device, **options) as split:
                 super().add(Piece(0, self._num_samples))
+                self.was_split = split.num_calls > 0
         except (NotRowsError, MovedError) as error:
             return error.with_traceback(None)
         return None

@@ -307,5 +307,5 @@ class JoinedShares(JoinableTransaction, SharedTransaction):
         """Return what each rank tells; of a joined window the first one tells for all."""
         if self._ranks is not None and not self._group.is_first:
             nothing: dict[str, Any] = {"sizes": (), "reductions": (), "losses": (), "counts": (), "late": ()}
-            own = replace(own, **nothing, dropped=(), norms={}, outputs={}, named=None)
+            own = replace(own, **nothing, norms={}, outputs={}, named=None)
         return super()._tell(own)

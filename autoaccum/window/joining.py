@@ -19,7 +19,7 @@ from autoaccum.ranks import rows
 from autoaccum.ranks.balance import Stint
 from autoaccum.ranks.channel import undisturbed
 from autoaccum.ranks.group import Group
-from autoaccum.ranks.shares import Share, argument_of, num_of_all_ranks
+from autoaccum.ranks.shares import argument_of, num_of_all_ranks
 from autoaccum.ranks.summing import Compression
 from autoaccum.window.batch_norm import Moved
 from autoaccum.window.ending import Ending
@@ -45,14 +45,14 @@ class Told:
     """Indices of those whose count was read at the end."""
     guess: float
     """What it has taken the window to count; 0 where it had nothing to count."""
-    dropped: Sequence[int]
-    """Where those begin whose loss was not a number."""
     norms: dict[int, torch.Tensor]
     """Of what each of them adds to the gradient."""
     gradients: Sequence[rows.Told]
     """What there is of the parameters', in their order."""
     has_changed: bool
     """Whether it has seen what no window before has shown."""
+    is_uncounted: bool
+    """Whether a micro-batch has a loss although the user counts nothing in it."""
     outputs: dict[str, Any]
     named: Named | None
     """Its losses that have names; None where there are none."""
@@ -74,7 +74,6 @@ class Joined:
     reductions: list[Reduction]
     losses: list[torch.Tensor | None]
     tally: Tally
-    dropped: list[int]
     norms: dict[int, torch.Tensor]
     gradients: list[rows.Kind]
     """What any rank has of each parameter's."""
@@ -110,22 +109,19 @@ def join(told: Sequence[Told], num_samples: int) -> Joined:
     # Each has weighed by a guess of its own. That of the first which had anything to weigh stands for all of them.
     guess = next((each.guess for each in told if each.guess), 0.0)
     late: list[int] = []
-    dropped: list[int] = []
     norms: dict[int, torch.Tensor] = {}
-    # Ranks count their micro-batches and samples from 0; of the window they come one rank's after the other's.
-    index = position = 0
+    # Ranks count their micro-batches from 0; of the window they come one rank's after the other's.
+    index = 0
     for each in told:
         ratio = each.guess / guess if guess else 1.0
         late += [index + place for place in each.late]
-        dropped += [position + place for place in each.dropped]
         norms |= {index + place: norm * ratio for place, norm in each.norms.items()}
-        index, position = index + len(each.sizes), position + sum(each.sizes)
+        index += len(each.sizes)
     return Joined(
         sizes=[size for each in told for size in each.sizes],
         reductions=[reduction for each in told for reduction in each.reductions],
         losses=[loss for each in told for loss in each.losses],
         tally=Tally.of([count for each in told for count in each.counts], late, num_samples=num_samples, guess=guess),
-        dropped=dropped,
         norms=norms,
         gradients=rows.joined([each.gradients for each in told]),
         has_changed=any(each.has_changed for each in told),
@@ -179,7 +175,7 @@ class SharedTransaction(Transaction):
         super().begin(window)
         self._begin_anew(num_of_all_ranks(window))
         is_alike = bool(self._tally.guess)
-        is_measured = self.measures_parts or self.drops_gradients  # of each micro-batch by itself
+        is_measured = self.measures_parts  # of each micro-batch by itself
         self._overlaps = bool(self._order) and self._comes_once and is_alike and not is_measured
         expected = self._ordered(self._gradients.trained()) if self._overlaps else []
         self._group.summing.expect(expected, self._compression)
@@ -241,9 +237,9 @@ class SharedTransaction(Transaction):
             sizes=self._sizes,
             reductions=self._reductions,
             losses=self._losses,
-            dropped=self._dropped,
             norms=self._norms,
             has_changed=self.signs.have_changed,
+            is_uncounted=self.is_uncounted,
             outputs=self.outputs.told(),
             named=self._named,
             counts_by_name=self.counts_by_name,
@@ -267,10 +263,9 @@ class SharedTransaction(Transaction):
             overlaps = self._overlaps
             self._agree_on_order(heard)
         self._sizes, self._reductions, self._losses = joined.sizes, joined.reductions, joined.losses
-        self._tally, self._dropped, self._norms = joined.tally, joined.dropped, joined.norms
+        self._tally, self._norms = joined.tally, joined.norms
         self.signs.have_changed = joined.has_changed
-        # Of batches of the ranks' own the first one can measure no more than its part.
-        self.signs.num_visible = math.inf if isinstance(self._window, Share) else sum(heard[0].sizes)
+        self.is_uncounted = any(each.is_uncounted for each in heard)
         self._mark = self._known()
         factor = own.guess / joined.tally.guess if joined.tally.guess else 1.0
         self._add_up(trained, joined.gradients, factor, overlaps=overlaps)
@@ -354,8 +349,7 @@ class SharedTransaction(Transaction):
 
     def _known(self) -> tuple[Any, ...]:
         """Return what the end of a window changes of what is known of the loss."""
-        own = (self._has_sums, self._is_deferred, self.drops_nan, self.drops_gradients)
-        return (self._shown_totals, self._num_repeats), self.signs.mark(), own
+        return (self._shown_totals, self._num_repeats), self.signs.have_changed, self._is_deferred
 
     def voted(self, outcome: Outcome, stint: Stint) -> Outcome | Repeat:
         """Return what comes of a window for all ranks: where memory ran out on one, the others run it again too.
@@ -380,9 +374,7 @@ class SharedTransaction(Transaction):
     def _undo_end(self) -> None:
         """Forget what the end of a window has shown: memory has run out on some rank, which has not seen all of it."""
         # Ranks that know different things would decide differently, and some wait for what others never do.
-        (self._shown_totals, self._num_repeats), signs, own = self._mark
-        self.signs.restore(signs)
-        self._has_sums, self._is_deferred, self.drops_nan, self.drops_gradients = own
+        (self._shown_totals, self._num_repeats), self.signs.have_changed, self._is_deferred = self._mark
 
     def state_dict(self) -> dict[str, Any]:
         """Return what was found out about the loss, and in which order gradients come."""

@@ -130,15 +130,14 @@ class Named:
 
     # What follows is asked once all has been read.
 
-    def counting(self, sizes: Sequence[int]) -> tuple[list[float], list[float]]:
-        """Return the samples of each micro-batch of which any loss has items, 0 of the others; and where all have.
+    def counting(self, sizes: Sequence[int]) -> list[float]:
+        """Return the samples of each micro-batch of which any loss has items; 0 of the others.
 
         Args:
             sizes: the samples of each.
         """
         counts = [self._micro_batches[index].counts.values() for index in range(len(sizes))]
-        in_any = [float(size * any(of_each)) for size, of_each in zip(sizes, counts, strict=True)]
-        return in_any, [float(size * all(of_each)) for size, of_each in zip(sizes, counts, strict=True)]
+        return [float(size * any(of_each)) for size, of_each in zip(sizes, counts, strict=True)]
 
     def has_late_zero(self) -> bool:
         """Return whether a count that was read at the end is 0: its loss was not left out."""

@@ -170,6 +170,15 @@ def not_measured_joined(why: str) -> Notice:
     )
 
 
+def compiled_whole() -> Notice:
+    """Return that a step is compiled as a whole, so that it is not run compiled where it is to be joined."""
+    return Notice(
+        cause="The step is compiled as a whole, so that no call of a module in it can be split",
+        consequence="From here on the run is joined and not compiled, which may be slower",
+        cure="Compile the model and not the step: model = torch.compile(model)",
+    )
+
+
 def joined_does_not_fit(reason: str) -> Notice:
     """Return that joined steps do not fit, so that micro-batches are weighted although that is not exact."""
     return Notice(

@@ -48,14 +48,7 @@ _SIGNS = entries(
     {
         "graphs": lambda value, entry: _check_graphs(value, entry),
         "modes": optional(every(a(bool))),
-        "compares_samples": a(bool),
-    },
-    # Which came later.
-    optionally={
-        "least": parts(number(0, finite=False), number(0, finite=False)),
-        "ties": whole(),
-        "settled": every(a(str)),  # of versions before such counts were measured in each window
-    },
+    }
 )
 _OCCASIONS = entries(
     {
@@ -73,16 +66,15 @@ _OCCASIONS = entries(
 _VERIFIED = entries(
     {
         "hypothesis": one_of(None, *WORDS),
-        "drops": parts(a(bool), a(bool)),
         "signs": _SIGNS,
         "occasions": _OCCASIONS,
-        "rivals": every(one_of(*WORDS)),
-        "kinds": every(a(str)),
+        "counts_samples": a(bool),
+        "largest_joined": whole(),
         "smallest": whole(1),
     }
 )
 _RUNNER = entries(
-    {"_checked": a(bool), "_has_sums": optional(a(bool)), "_examining": a(bool), "_deferred": a(bool)},
+    {"_checked": a(bool), "_examining": a(bool), "_deferred": a(bool)},
     # Which came later.
     optionally={
         "verified": _VERIFIED,

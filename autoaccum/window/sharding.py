@@ -140,7 +140,14 @@ class ShardedTransaction(SharedTransaction):
         """Run a backward that adds nothing here, in which others get what this rank adds to their parts: nothing."""
         self._num_backwards += 1
         self._has_idled = True
-        weighted_backward(loss, torch.zeros_like(loss), reduction, None)
+        weighted_backward(loss, torch.zeros_like(loss), reduction.divisions)
+
+    def _look_at_uncounted(self, batch: Any, num_samples: int) -> None:
+        # A forward that other ranks do not run would wait for them; it is run where what it returns is wanted.
+        if self.outputs.are_there:
+            super()._look_at_uncounted(batch, num_samples)
+        else:
+            self.outputs.have_missed = True
 
     def _idle(self) -> None:
         """Run a micro-batch that weighs nothing, and leaves buffers as they are."""

@@ -443,6 +443,7 @@ class Call:
         self.held = held_by(module)
         self.spec: Any = None  # of the outputs
         self.out_rows: list[Rows | None] = []  # of each output that is a tensor; None: the same in each micro-batch
+        self._generators = self._find_generators()
         self.random: list[Any] = []
         self.place = None if split.draws is None else split.draws.at()
         self.kept: dict[int, Again] = {}
@@ -470,6 +471,7 @@ class Call:
         self.attributes = Attributes(self.objects)
         if split.checks is not None:
             split.checks.check(self)
+            self._generators = self._find_generators()  # which a first call may have made
         versions = [version_of(tensor) for tensor in self.tensors]
         moving = self._moving()
         state = [version_of(one) for one in moving]
@@ -691,13 +693,12 @@ class Call:
 
     def random_state(self) -> Any:
         """Return all random states that a micro-batch may draw from."""
-        generators = {id(one): one for one in (*self.split.generators, *self._own_generators())}
-        return randomness.get_state(self.split.device), [(one, generator_state(one)) for one in generators.values()]
+        return randomness.get_state(self.split.device), [(one, generator_state(one)) for one in self._generators]
 
-    def _own_generators(self) -> list[Any]:
-        return [one for one in self._leaves if isinstance(one, torch.Generator)] + [
-            value for layer in self.layers for value in vars(layer).values() if is_generator(value)
-        ]
+    def _find_generators(self) -> list[Any]:
+        given = [one for one in self._leaves if isinstance(one, torch.Generator)]
+        own = [value for layer in self.layers for value in vars(layer).values() if is_generator(value)]
+        return list({id(one): one for one in (*self.split.generators, *given, *own)}.values())
 
     def set_random(self, state: Any) -> None:
         """Put back what ``random_state`` returned."""

@@ -122,6 +122,7 @@ class Step:
         self._joiner = joiner
         self._accumulate = accumulate
         self._due = False  # whether this joined window is to be measured
+        self._is_tried = False  # whether it is joined to see whether that makes it finite
         self._reason = "accumulate='joined' was passed"  # why windows are joined
         # What is not measured is not known to be wrong.
         examiner.joins = joiner is not None and accumulate == "auto" and examiner.verifies
@@ -379,11 +380,21 @@ class Step:
             outcome = self._voted(self.transaction, outcome, pieces)
             if self.transaction.reasons:
                 return self._joined_instead(failed, self.transaction.reasons[0], window)
+        if isinstance(outcome, Gradient) and self._is_tried:
+            self._is_tried = False
+            if not math.isfinite(outcome.loss.item()):  # for a sample of its own, which says nothing of later windows
+                self.transaction.weigh()  # type: ignore[attr-defined]
+                self.tuner.keeps_last = False
+                return Repeat(sizes=outcome.own)
         # Whether there is a look is decided alike on all ranks, so by the samples of whoever looks.
         measured = (window if group is None else measured_by_first(window)).num_samples
         if isinstance(outcome, Gradient) and len(outcome.sizes) > 1:
             if self._sharded is not None:
                 self.announcer.say_once(notices.not_measured())
+            elif self._is_joined and self._is_compiled_whole():
+                self.compilations.forgo()
+                self.announcer.say_once(notices.compiled_whole())
+                return Repeat(sizes=outcome.own)
             elif self._is_joined:
                 return self._looked_at(window, outcome)
             elif signs.want_a_look(number, measured):
@@ -494,6 +505,11 @@ class Step:
     def _is_joined(self) -> bool:
         return getattr(self.transaction, "layout", None) is not None
 
+    def _is_compiled_whole(self) -> bool:
+        """Return whether a joined window has split nothing because its step is compiled, calls of modules and all."""
+        was_split = self.transaction.was_split  # type: ignore[attr-defined]
+        return not was_split and self.compilations.are_there() and not self.compilations.are_forgone
+
     def _fits_whole(self, window: Window) -> bool:
         """Use the largest micro-batches that fit; return whether the window surely fits as one."""
         self.tuner.keeps_last = not self._is_given
@@ -509,6 +525,7 @@ class Step:
             return False
         if layout is None or found is None or not found.passed:
             return False
+        self._is_tried = self._examiner.is_trying
         self._start_joined(layout, found)
         return True
 
@@ -638,13 +655,13 @@ class Step:
 
         def examined() -> tuple[Any, ...]:
             found = examiner.examine(window, gradient, self.number + 1, room, self.meter.aside)
-            return found, examiner.state_dict(), examiner.withheld, examiner.uncertain
+            return found, examiner.state_dict(), examiner.withheld, examiner.uncertain, examiner.is_trying
 
         # What is measured runs forwards of its own, in which no rank speaks to another.
-        found, state, examiner.withheld, examiner.uncertain = group.from_first(examined)
+        found, state, examiner.withheld, examiner.uncertain, examiner.is_trying = group.from_first(examined)
         if not group.is_first:
             examiner.load_state_dict(state)
-            self.transaction.signs.have_changed = self.transaction.signs.has_suspects = False
+            self.transaction.signs.have_changed = False
         return found  # type: ignore[no-any-return]
 
     def _roll_back(self) -> None:

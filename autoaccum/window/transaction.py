@@ -25,18 +25,27 @@ from autoaccum.data.batches import flatten
 from autoaccum.errors import ArgumentTypeError
 from autoaccum.loss.conclusions import num_contributing
 from autoaccum.loss.counting import count_each, count_items
-from autoaccum.loss.hypotheses import PLAIN_SUM, STATED, SUMS, Hypothesis
-from autoaccum.loss.reductions import is_one, plain_mean, read_by, without_graph
+from autoaccum.loss.hypotheses import PLAIN_SUM, STATED, Hypothesis
+from autoaccum.loss.reductions import plain_mean, read_by, without_graph
 from autoaccum.loss.stated import Computed, LossOf
-from autoaccum.loss.terms import NOTHING, Count, Division, Reduction, divisor_of
+from autoaccum.loss.terms import Count, Reduction, divisor_of
 from autoaccum.loss.weighting import Foresight, Seeds, Tally, conclude_by, weighted_backward
-from autoaccum.memory.oom import insist
+from autoaccum.memory.oom import insist, is_out_of_memory
 from autoaccum.planning.attempts import Piece
 from autoaccum.window import contributions
 from autoaccum.window.batch_norm import forwards_of
 from autoaccum.window.contributions import Contributions, Parts
 from autoaccum.window.ending import Ending, Late
-from autoaccum.window.gradient import Gradient, Gradients, Repeat, Signs, count_nodes, nothing_counts
+from autoaccum.window.gradient import (
+    Gradient,
+    Gradients,
+    Repeat,
+    Signs,
+    are_doubtful,
+    count_nodes,
+    is_kept_from_none,
+    nothing_counts,
+)
 from autoaccum.window.job import Forward, Job, is_slow_to_read
 from autoaccum.window.named import Named, counted_beforehand
 from autoaccum.window.outputs import Outputs
@@ -91,16 +100,10 @@ class Transaction:
         """The buffers and random states of the window's begin; between windows a validation keeps its own in it."""
         self.snapshot.take()  # so that its memory is there before the first window
         self._seeds = Seeds()
-        # Whether a loss with terms of parameters alone is a sum; None until a window has shown it.
-        self._has_sums: bool | None = None
         # Whether counts stay on the device until the window's end, where reading one would wait for it; not any more
         # once one without items turned out to have spoilt the gradient.
         self._is_deferred = self._is_slow_to_read = is_slow_to_read(job.device)
         self._foresight = Foresight(is_used=self._is_slow_to_read)
-        self.drops_nan = False
-        """Whether a micro-batch whose loss is not a number counts nothing, for someone sees to it that this is so."""
-        self.drops_gradients = False
-        """Whether one whose gradient is not finite counts nothing, where others were measured to be finite."""
         self._window: Window  # while one is open
         self._begun: State | None = None  # how the window began, where its micro-batches begin likewise
         self._nodes = 0  # of the last forward's graph
@@ -115,6 +118,8 @@ class Transaction:
         """What is returned beside the losses of the window."""
         self.is_open = False
         """Whether there is a window to commit, or to roll back."""
+        self.is_uncounted = False
+        """Whether a micro-batch of the window has a loss other than 0 although the user counts nothing in it."""
         self.is_unscaled = False
         """Whether the scaler waits for a step on the gradient that it has unscaled."""
         self._begin_anew()
@@ -143,7 +148,7 @@ class Transaction:
         return State(self._job.modules, self._job.functions, self._job.device, self.trained())
 
     def _begin_anew(self, num_samples: int = 0) -> None:
-        self._num_samples, self.is_joined, self.is_abandoned = num_samples, False, False
+        self._num_samples, self.is_joined, self.is_abandoned, self.is_uncounted = num_samples, False, False, False
         self._named = self._begin_named(num_samples) if self._weighs_by_name else None
         self._computed: Computed | None = None  # by the last forward, where that is more than one loss
         if self.outputs.are_there or self.outputs.have_missed:
@@ -154,8 +159,6 @@ class Transaction:
         self._sizes, self._reductions = list[int](), list[Reduction]()
         self._losses: list[torch.Tensor | None] = []  # of each micro-batch; None where nothing counts
         self.signs.begin()
-        self._dropped: list[int] = []  # where micro-batches begin that had no loss, or none that is a number
-        self._divided_by_zero: ZeroDivisionError | None = None  # what the last one raised that has no items
         self._norms: dict[int, torch.Tensor] = {}  # of what each micro-batch adds to the gradient, by its index
 
     def add(self, piece: Piece) -> None:
@@ -191,24 +194,19 @@ class Transaction:
             return
         if isinstance(counted, float) and not counted:
             reduction = Reduction(counted)
-            self._tally.weight(piece.size, reduction.items)  # nothing to learn from: no forward either
+            self._tally.weight(piece.size, reduction.items)  # nothing to learn from
             self._losses.append(None)
-            self._take_outputs_alone(batch, piece.size)
+            self._look_at_uncounted(batch, piece.size)
         else:
             loss = self._forward(batch, piece.size)
-            if self._computed is not None and self._computed.terms and loss is not None:
+            if self._computed is not None and self._computed.terms:
                 if self._named is None:
                     self._named = Named(self._num_samples, {})
                 self._named.keep(len(self._sizes), self._computed.terms)
             self._take_outputs(piece.size)
-            if loss is None:
-                reduction = NOTHING
-                self._tally.weight(piece.size, 0.0)
-                self._losses.append(None)
-            else:
-                reduction = self._reduction(loss, piece.size, counted)
-                self.signs.see_graph(len(self._sizes), piece.size, self._nodes, loss, reduction)
-                self._add(loss, reduction, piece.size)
+            reduction = self._reduction(loss, piece.size, counted)
+            self.signs.see_graph(len(self._sizes), piece.size, self._nodes, loss, reduction)
+            self._add(loss, reduction, piece.size)
         # The nodes that a reduction names would keep the graph alive.
         self._reductions.append(without_graph(reduction))
         self._sizes.append(piece.size)
@@ -248,14 +246,10 @@ class Transaction:
             self._tally = Tally(self._num_samples, deferred=self._is_deferred, total=1.0)
         index, loss = len(self._sizes), self._forward(batch, num_samples)
         assert self._named is not None
-        weighed, divisions = None, tuple[Division, ...]()
-        if loss is None:
-            self._named.keep(index, {})
-        else:
-            computed = self._computed or Computed(loss)
-            weighed, divisions = self._named.weigh(index, computed, counted, num_samples)
+        computed = self._computed or Computed(loss)
+        weighed, divisions = self._named.weigh(index, computed, counted, num_samples)
         self._take_outputs(num_samples)
-        if loss is None or weighed is None:
+        if weighed is None:
             self._tally.weight(num_samples, 0.0)
             self._losses.append(None)
         else:
@@ -271,54 +265,34 @@ class Transaction:
         if computed is not None:
             self.outputs.take(computed.outputs, num_samples)
 
-    def _take_outputs_alone(self, batch: Any, num_samples: int) -> None:
-        """Keep what is returned beside the loss of a micro-batch that counts nothing, where anything is."""
-        if not self.outputs.are_there:
-            self.outputs.have_missed = True  # which matters if those after it have some
-            return
+    def _look_at_uncounted(self, batch: Any, num_samples: int) -> None:
+        """Look whether a micro-batch in which nothing counts has a loss all the same; keep what comes beside it."""
         try:
             with torch.no_grad():
-                self.plain_forward(batch, num_samples, self._num_samples)
-        except ZeroDivisionError:  # by the number of its items
-            return
+                loss = self.plain_forward(batch, num_samples, self._num_samples)
+        except Exception as error:
+            if is_out_of_memory(error):
+                raise
+            return  # where there is nothing of what it is a mean over it may well fail
+        self.is_uncounted = self.is_uncounted or _is_something(loss)
         self._take_outputs(num_samples)
 
-    def _forward(self, batch: Any, num_samples: int) -> torch.Tensor | None:
-        """Return the loss of a micro-batch; None where it divides by the number of its items, and has none."""
+    def _forward(self, batch: Any, num_samples: int) -> torch.Tensor:
+        """Return the loss of a micro-batch."""
         before = count_nodes()
-        try:
-            loss = self.forward(batch, num_samples, self._num_samples)
-        except ZeroDivisionError as error:
-            # Python's own numbers raise where tensors give NaN. The window may well have items, and then it is fine.
-            if num_samples == self._num_samples:
-                raise
-            self._divided_by_zero, self.signs.have_changed = error, True
-            self._dropped.append(sum(self._sizes))
-            return None
+        loss = self.forward(batch, num_samples, self._num_samples)
         self._nodes = count_nodes() - before
         return loss
 
     def _add(self, loss: torch.Tensor, reduction: Reduction, num_samples: int) -> None:
         """Add the gradient of a loss, weighted, and keep its value."""
-        if self._counts_nothing(loss, num_samples):
-            self._dropped.append(sum(self._sizes))
-            self.signs.have_changed = True  # that it counts nothing is a guess, which is to be measured
-            self._tally.weight(num_samples, 0.0)
-            self._losses.append(None)
-            return
         is_stated = self._job.num_items is not None
         weight = self._tally.weight(num_samples, reduction.items, loss.dtype, is_stated=is_stated)
         if weight is None:
             self._losses.append(None)
             return
         self._losses.append(loss.detach())
-        self._backward(partial(self._accumulate, loss, weight, reduction, num_samples / self._num_samples), num_samples)
-
-    def _counts_nothing(self, loss: torch.Tensor, num_samples: int) -> bool:
-        """Return whether the loss of a part of a window is not a number, as a mean over nothing is."""
-        # To read it would wait for an accelerator, and is done there only while somebody looks at forwards anyway.
-        is_read = self.drops_nan and (not self._is_slow_to_read or self.forward != self.plain_forward)
-        return is_read and num_samples != self._num_samples and math.isnan(float(loss.tolist()))  # type: ignore[arg-type]
+        self._backward(partial(self._accumulate, loss, weight, reduction), num_samples)
 
     def plain_forward(self, batch: Any, num_samples: int, window_samples: int) -> torch.Tensor:
         """Return the loss of a micro-batch, in the job's precision."""
@@ -333,34 +307,17 @@ class Transaction:
         """Add the gradient of a micro-batch; measure it by itself where that is asked for."""
         accumulate = accumulate if self._forwards is None else self._forwards.backward(accumulate, size)
         accumulate = self._gradients.owned(accumulate)
-        if not (self.measures_parts or self.drops_gradients) or size == self._num_samples:
+        if not self.measures_parts or size == self._num_samples:
             accumulate()
             return
-        drops = self._leaves_out if self.drops_gradients else None
-        if (norm := self._contributions.add(accumulate, self._gradients, drops)) is not None and self.measures_parts:
-            self._norms[len(self._losses) - 1] = norm
+        self._norms[len(self._losses) - 1] = self._contributions.add(accumulate, self._gradients)
 
-    def _leaves_out(self, norm: torch.Tensor) -> bool:
-        """Leave out the last micro-batch where its gradient is not finite; return whether that is so."""
-        if is_left_out := not math.isfinite(norm.item()):
-            self._tally.leave_out(len(self._sizes))
-            self._losses[-1], self.signs.have_changed = None, True  # as where a loss is not a number
-            self._dropped.append(sum(self._sizes))
-        return is_left_out
-
-    def _accumulate(self, loss: torch.Tensor, weight: Count, reduction: Reduction, share: float) -> None:
+    def _accumulate(self, loss: torch.Tensor, weight: Count, reduction: Reduction) -> None:
         loss = self._scaled(loss)
-        shared = share if reduction.edges and self._is_sum(reduction) else None
-        weighted_backward(loss, self._seeds.of(weight, loss), reduction, shared)
+        weighted_backward(loss, self._seeds.of(weight, loss), reduction.divisions)
 
     def _scaled(self, loss: torch.Tensor) -> torch.Tensor:
         return loss if self.scaler is None else self.scaler.scale(loss)
-
-    def _is_sum(self, reduction: Reduction) -> bool:
-        """Return whether a loss with terms of parameters alone is a sum: by itself, until a window has shown it."""
-        if self.hypothesis is not None:
-            return self.hypothesis in SUMS
-        return reduction.is_sum if self._has_sums is None else self._has_sums
 
     def num_contributing(self) -> int:
         """Return how many micro-batches have added to the window so far."""
@@ -374,59 +331,55 @@ class Transaction:
             return Repeat(sizes=own)
         sizes, reductions, tally = tuple(self._sizes), self._reductions, self._tally
         counts = tally.read()
-        if not any(counts) and self._divided_by_zero is not None:  # in every micro-batch that has a loss
-            raise self._divided_by_zero
-        if not any(counts) and self._dropped:  # all of them are not numbers: that is no count of theirs
-            self.drops_nan = self.drops_gradients = False
-            return Repeat(sizes=own)
         if not any(counts):
             return nothing_counts(sizes, own)
-        late = any(self._losses[index] is not None for index in tally.late_zeros())
+        late_losses = [self._losses[index] for index in tally.late_zeros()]
+        late = any(loss is not None for loss in late_losses)
+        self.is_uncounted = self.is_uncounted or any(
+            loss is not None and self._job.num_items is not None and _is_something(loss) for loss in late_losses
+        )
         if (late or (self._named is not None and self._named.has_late_zero())) and not self._is_sound(ending):
             return Repeat(sizes=own)
         self._losses = [loss if count else None for loss, count in zip(self._losses, counts, strict=True)]
         losses = [micro_loss for micro_loss in self._losses if micro_loss is not None]
         found = PLAIN_SUM
         if not self._weighs_by_name:
-            has_zeros = self.hypothesis is None and self._has_zeros()
-            found = conclude_by(self.hypothesis, self._job.reduction, sizes, reductions, has_zeros=has_zeros)
+            found = conclude_by(self.hypothesis, self._job.reduction, sizes, reductions)
         elif self._are_totals_wrong(losses):
             return Repeat(sizes=own)
-        has_constants = len(sizes) > 1 and any(reduction.constants for reduction in reductions)
-        if has_constants and any(self._is_sum(reduction) is not found.is_sum for reduction in reductions):
-            self._has_sums = found.is_sum
-            return Repeat(sizes=own)
-        suspects: tuple[int, ...] = ()
-        if len(sizes) > 1 and not self._weighs_by_name:
-            self.signs.of_counts(sizes, counts, reductions)
-            suspects = self.signs.suspects(sizes, counts, reductions, self._losses)
         correction, total = tally.correction(found.is_sum), tally.total(found.is_sum)
         named: Mapping[str, torch.Tensor] = {}
-        uncounted = counts
         if self._named is not None:
             named = self._named.losses([divisor_of(count) / total for count in counts])
         if self._named is not None and self._weighs_by_name:
-            counts, uncounted = self._named.counting(sizes)
+            counts = self._named.counting(sizes)
         else:
             self._foresight.see(total, self._num_samples, losses[0].dtype)
         parts, noise = self._parts(counts, found.is_sum and not self._weighs_by_name, correction, ending)
         if correction != 1:
             self._gradients.scale(correction)
+        grad_norm, loss = self._unscaled_and_clipped(correction, ending), tally.loss(losses, found.is_sum)
+        is_finite, is_kept = True, False
+        if len(sizes) > 1:
+            is_finite = self._is_finite(loss, grad_norm)
+            is_kept = not found.is_sum and is_kept_from_none(sizes, counts, reductions, self._losses)
+            has_changed = not is_finite or is_kept or self.is_uncounted or are_doubtful(sizes, counts, reductions)
+            self.signs.have_changed = self.signs.have_changed or has_changed
         return Gradient(
             sizes=sizes,
             own=own,
-            grad_norm=self._unscaled_and_clipped(correction, ending),
-            loss=tally.loss(losses, found.is_sum),
+            grad_norm=grad_norm,
+            loss=loss,
             outputs=named,
             overflow=None if ending is None else ending.overflow(),
             items=sum(counts),
             parts=parts,
             noise=noise,
-            dropped=tuple(self._dropped),
-            uncounted=self.signs.uncounted(sizes, uncounted),
+            is_finite=is_finite,
+            is_kept_from_none=is_kept,
+            is_uncounted=self.is_uncounted,
             counts=tuple(counts),
             reductions=tuple(reductions),
-            suspects=suspects,
             conclusion=found,
             is_by_name=self._weighs_by_name,
         )
@@ -455,11 +408,11 @@ class Transaction:
         self._is_deferred = self._is_deferred and is_finite
         return is_finite
 
-    def _has_zeros(self) -> bool:
-        """Return whether a loss that was divided by 1 is 0, as where a mask is empty."""
-        # tolist() reads a loss without an operation, which a dispatch mode would see and fail on.
-        pairs = zip(self._reductions, self._losses, strict=True)
-        return any(loss is not None and is_one(reduction) and not loss.tolist() for reduction, loss in pairs)
+    def _is_finite(self, loss: torch.Tensor, grad_norm: torch.Tensor | None) -> bool:
+        """Return whether a window's loss and gradient are finite, as far as nothing has to be waited for."""
+        # The gradient of a loss that is scaled may be infinite for that alone.
+        told = [loss] if self.scaler is not None or grad_norm is None else [loss, grad_norm]
+        return all(map(math.isfinite, [_read(number) for number in told if number.is_cpu]))
 
     def _are_totals_wrong(self, losses: Sequence[torch.Tensor]) -> bool:
         """Return whether the window has to be run again, for it holds other numbers of items than it was taken to."""
@@ -524,7 +477,7 @@ class Transaction:
 
     def state_dict(self) -> dict[str, Any]:
         """Return what was found out about the loss, and the loss scale."""
-        found: dict[str, Any] = {"_has_sums": self._has_sums, "_deferred": self._is_deferred}
+        found: dict[str, Any] = {"_deferred": self._is_deferred}
         found |= {"by_name": True} if self.counts_by_name else {}
         found |= {"scaler": None if self.scaler is None else self.scaler.state_dict()}
         # What came later is there only once it says something.
@@ -533,10 +486,21 @@ class Transaction:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Put back what ``state_dict`` returned."""
-        self._has_sums, self._is_deferred = state["_has_sums"], state["_deferred"]
+        self._is_deferred = state["_deferred"]
         self.outputs.are_there = state.get("outputs", False)
         self.counts_by_name = self.counts_by_name or state.get("by_name", False)
         for part in (self._foresight, self._contributions):
             part.load_state_dict(state)
         if self.scaler is not None and state["scaler"] is not None:
             self.scaler.load_state_dict(state["scaler"])
+
+
+def _is_something(loss: torch.Tensor) -> bool:
+    """Return whether a loss is a finite number other than 0."""
+    value = _read(loss)
+    return math.isfinite(value) and value != 0
+
+
+def _read(number: torch.Tensor) -> float:
+    # Without an operation, which a dispatch mode would see and may fail on.
+    return number.tolist()  # type: ignore[return-value]

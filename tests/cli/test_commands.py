@@ -128,7 +128,7 @@ def test_check_prints_json(tiny: Callable[..., str], capsys: pytest.CaptureFixtu
     assert [shown[name] for name in ("passed", "hypothesis", "samples", "notice")] == [True, "items", 6, None]
     assert [cut["sizes"] for cut in shown["cuts"]] == [[1, 2, 3], [3, 2, 1], [2, 2, 2]]
     assert shown["tensors"].keys() == {"weight", "bias"}
-    assert shown["hypotheses"]["sum"] > 0.1 > shown["tolerance"] > shown["error"]
+    assert shown["hypotheses"]["items"] == shown["error"] < shown["tolerance"] < 0.1
 
 
 def test_check_exits_with_1_where_it_is_not_exact(tiny: Callable[..., str], capsys: pytest.CaptureFixture[str]) -> None:

@@ -217,7 +217,7 @@ def test_samples_that_meet_are_announced(name: str, micro_batch: Any) -> None:
     gradient, _, notices = errors(COUPLED[name], data(), micro_batch)
     # Where it is not said how windows are split, the full batch runs at once, and its gradient is exact.
     assert gradient == 0 if micro_batch == "auto" else gradient > 1e-6
-    assert [notice.consequence[:17] for notice in notices] == ["Each sample meets"]
+    assert [notice.consequence[:17] for notice in notices] in (["No weights of mic"], ["Micro-batches may"])
 
 
 def _kd(o: torch.Tensor, per: torch.Tensor, k: torch.Tensor, n: int, m: Any) -> torch.Tensor:

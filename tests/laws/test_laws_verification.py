@@ -124,15 +124,15 @@ SIX = [(3, 2, 1), (1, 1, 4), (2, 2, 2), (3, 3), (5, 1), (4, 2)]
 LOSSES: dict[str, tuple[Callable[..., Any], str | None, str, Sequence[int]]] = {
     # loss: (it, the hypothesis that is held, the status of the run, the windows after which it is stopped)
     "a mean over samples": (squeezed, "items", "passed", [3]),
-    "a sum and penalties": (penalised, "sum and penalties", "passed", range(1, 5)),
+    "a sum and penalties": (penalised, None, "failed", range(1, 5)),
     "one that couples": (coupled, None, "failed", [2]),
     "one that cannot be measured": (of_noise, None, "unmeasured", [2]),
     "a mean over some": (infinite, "items", "passed", [4]),
 }
 OF_THIS_MOMENT = {
-    "_job", "_transaction", "_parameters", "_measure_window", "_micro_batches", "_verify", "_strict",  # given anew
+    "_job", "_transaction", "_parameters", "_measure_window", "_verify", "_strict",  # given anew
     "_announce", "_way",  # likewise
-    "_met", "_number", "_checked_in", "_shown", "_failed_on",  # of the window that runs
+    "_sizes", "_number", "_shown", "_failed_on", "_has_tried_joining", "is_trying",  # of the window that runs
     "_remembered", "_remembered_of", "_short_bytes", "_short_way", "_written",  # taken before the next measurement
 }  # fmt: skip
 """Attributes of an examiner that a checkpoint need not hold; every other one has to be there again."""
@@ -144,11 +144,8 @@ def knowledge(made: autoaccum.Trainer) -> dict[str, Any]:
     examiner, transaction = step._examiner, step.transaction
     found = {name: value for name, value in vars(examiner).items() if name not in OF_THIS_MOMENT}
     found["_occasions"] = vars(examiner._occasions)
-    found["_kinds"] = set(examiner._kinds._known)
     found |= {name: getattr(transaction.signs, name) for name in transaction.signs.__slots__}
-    return copy.deepcopy(
-        found | {"hypothesis": transaction.hypothesis, "drops": (transaction.drops_nan, transaction.drops_gradients)}
-    )
+    return copy.deepcopy(found | {"hypothesis": transaction.hypothesis})
 
 
 def train(loss: Any, directory: Path, callback: Any) -> tuple[FitResult, autoaccum.Trainer]:

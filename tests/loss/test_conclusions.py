@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from autoaccum.loss.conclusions import conclude
@@ -18,6 +20,15 @@ def mean(*items: float, counted: bool = True) -> Reduction:
 
 def total(numbers: int, constants: tuple[float, ...] = ()) -> Reduction:
     return Reduction(1.0, (Term("sum", divisor=1.0, numbers=numbers),), constants)
+
+
+def penalised(items: float, *constants: float) -> Reduction:
+    return replace(mean(items), constants=constants)
+
+
+def kept(*constants: float, counted: bool) -> Reduction:
+    """A mean over one item, or over none whose count was kept from 0."""
+    return Reduction(1.0, (Term("mean", divisor=1.0, numbers=4, is_one=True, is_counted=counted),), constants)
 
 
 @pytest.mark.parametrize(
@@ -44,9 +55,14 @@ def total(numbers: int, constants: tuple[float, ...] = ()) -> Reduction:
         ([4, 3, 2], [mean(7), Reduction(0.0), mean(2)], False, None),  # one that counts nothing says nothing
         ([4, 3], [total(4), total(3)], True, None),
         ([4, 4], [total(4), total(4)], True, None),
-        ([4, 4], [total(4, (0.1,)), total(4, (0.1,))], True, None),
-        ([4, 3], [total(4, (0.25,)), total(3, (0.33,))], True, "by a count of samples"),
-        ([4, 4], [total(4, (8.0,)), total(4, (8.0,))], True, "by a count of samples"),
+        ([4, 4], [total(4, (0.1,)), total(4, (0.1,))], True, "parameters alone stands beside a sum"),
+        ([4, 3], [penalised(7, 0.1), penalised(5, 0.1)], False, None),
+        ([4, 3], [penalised(7, 0.25), penalised(5, 0.33)], False, "by a count of samples"),
+        ([4, 3], [penalised(7, 0.1), penalised(5)], False, "not the same ones"),
+        ([4, 3], [penalised(2, 0.1), kept(0.1, counted=True)], False, "divides by 1"),
+        ([4, 3], [penalised(2, 0.1), kept(0.1, counted=False)], False, "divides by 1"),
+        ([2, 1], [penalised(2, 0.1), kept(0.1, counted=False)], False, None),  # a number that is that of the samples
+        ([4, 3], [mean(2), kept(counted=True)], False, None),  # whose loss would be 0
         (
             [4, 4],
             [Reduction(4.0, (Term("sum", is_sure=False, divisor=4.0, numbers=4),))] * 2,

@@ -10,7 +10,7 @@ from torch import nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-from autoaccum.loss.graph import is_linear_operation, only_parameters, operation_of, signed
+from autoaccum.loss.graph import only_parameters, operation_of, signed
 
 OUTPUTS = torch.randn(6, 4, requires_grad=True)
 PARAMETER = nn.Parameter(torch.ones(3, 2))
@@ -61,22 +61,6 @@ def test_operations_bear_the_names_of_their_nodes() -> None:
     assert operation_of(OUTPUTS.sum(1).grad_fn) == "Sum"
     assert operation_of(Sum.apply(OUTPUTS).grad_fn) == "the autograd.Function Sum"  # type: ignore[no-untyped-call]
     assert operation_of(None) == ""
-
-
-@pytest.mark.parametrize(
-    ("make", "expected"),
-    [
-        (lambda: OUTPUTS * 2, True),
-        (lambda: OUTPUTS / 2, True),
-        (lambda: torch.tensor(2.0) / OUTPUTS, False),
-        (lambda: OUTPUTS * OUTPUTS, False),
-        (lambda: (1 - OUTPUTS).T, True),
-        (lambda: OUTPUTS.exp(), False),
-        (lambda: OUTPUTS.mean(0), True),
-    ],
-)
-def test_is_linear_operation(make: Callable[[], torch.Tensor], expected: bool) -> None:
-    assert is_linear_operation(make().grad_fn) is expected
 
 
 def test_dimensions_from_the_end_are_saved_without_their_sign() -> None:

@@ -94,6 +94,21 @@ LINES: dict[Any, str | None] = {
         "step 3: micro-batches are joined: exact, relative error 1.0e-07 (2e-05 allowed; 7 samples); a step holds 6% of what "
         "the full batch holds for backward, and a micro-batch. Reason: samples meet"
     ),
+    Joined(
+        step=3,
+        reason="samples meet",
+        error=1e-7,
+        tolerance=2e-5,
+        tensor=None,
+        samples=7,
+        held=0.8,
+        opened=("stem", "norm", "head"),
+        seconds=0.1,
+    ): (
+        "step 3: micro-batches are joined: exact, relative error 1.0e-07 (2e-05 allowed; 7 samples); a step holds 80% of what "
+        "the full batch holds for backward, and a micro-batch, for the full batch runs through stem, norm, others (of "
+        "BatchNorm layers, batch_norm='ghost:32' saves more). Reason: samples meet"
+    ),
     shared(): "step 3: 2 ranks: 5 + 3; waiting: 20% to 50% of the time",
     shared(4): "step 3: 8 ranks: 3 to 5 samples each; waiting: 20% to 50% of the time",
     Saved(step=3, path="a/b", seconds=0.25): "step 3: saved a/b in 0.25 s",

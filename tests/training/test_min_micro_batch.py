@@ -144,7 +144,7 @@ class TestMeasurement:
             outputs = model(inputs)
             return ((outputs - outputs.mean(dim=0)) ** 2).sum().sqrt() + mse_loss(outputs, targets)
 
-        with pytest.warns(errors.AutoaccumWarning, match=r"lets the samples of a batch meet.*measured on 12 samples"):
+        with pytest.warns(errors.AutoaccumWarning, match=r"leads to Sqrt.*measured on 12 samples"):
             fit(coupled, min_micro_batch=4, micro_batch=8)
         with pytest.raises(errors.NotExactError):
             fit(coupled, min_micro_batch=4, micro_batch=8, strict=True)

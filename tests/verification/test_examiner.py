@@ -18,6 +18,7 @@ from autoaccum.errors import AutoaccumWarning, LossSideEffectError, NonFiniteLos
 from autoaccum.events import Event, Notice, Verified
 from autoaccum.loss.stated import CountItems
 from autoaccum.planning.attempts import Piece
+from autoaccum.verification.certain import KEPT, NOT_FINITE, PENALTIES
 from autoaccum.verification.examiner import Examination, Examiner
 from autoaccum.verification.verdict import measure
 from autoaccum.window import restoring
@@ -107,7 +108,7 @@ class TestMeasuring:
         assert event.cuts == ((1, 2, 3), (3, 2, 1), (2, 2, 2))
         assert event.passed
         assert made.transaction.hypothesis == "items"
-        assert made.transaction.signs.compares_samples
+        assert made.examiner.state_dict()["verified"]["counts_samples"] is True
 
     def test_the_next_one_is_not_unless_it_shows_another_thing(self) -> None:
         made = Examined()
@@ -180,16 +181,25 @@ class TestMeasuring:
         assert same(first, second)  # type: ignore[arg-type]
 
     def test_a_window_that_was_weighed_otherwise_is_run_again(self) -> None:
-        made = Examined(num_items=lambda batch: 1)
+        current = {"loss": plain}
+        made = Examined(lambda model, batch: current["loss"](model, batch))
+        right = made.examine(5, 3)
+        assert right is not None
+        assert (right.again, made.transaction.hypothesis) == (False, "items")
+        current["loss"] = summed
         found = made.examine(5, 3)
         assert found is not None
-        assert found.again
-        assert made.transaction.hypothesis == "items"
+        assert (found.again, made.transaction.hypothesis) == (True, "sum")
         found = made.examine(5, 3)
         assert found is None or not found.again
-        right = Examined(num_items=lambda batch: 2 * len(batch[1])).examine(5, 3)
-        assert right is not None
-        assert not right.again
+
+    def test_a_wrong_count_of_the_users_is_said_and_not_replaced(self) -> None:
+        verified, notice = Examined(num_items=lambda batch: 1).events(5, 3)
+        assert isinstance(verified, Verified)
+        assert (verified.passed, verified.hypothesis) == (False, "num_items")
+        assert isinstance(notice, Notice)
+        assert notice.cause.startswith("The loss is neither a mean over what num_items counts")
+        assert Examined(num_items=lambda batch: 2 * len(batch[1])).kinds(5, 3) == ["num_items"]
 
     def test_losses_alone_are_compared_now_and_then(self) -> None:
         calls = Log()
@@ -204,9 +214,9 @@ class TestMeasuring:
             calls.clear()
             made.examine(3, 3, 2)
             counts.append(len(calls) - 3)
-        # The first in full: the whole, and three cuts of three. Then, as in others, some samples whole and in one cut,
-        # and in the tenth window two micro-batches joined and apart.
-        assert counts == [17, 4, 4, 0, 4, 0, 0, 0, 0, 7, 0]
+        # The first two in full: the whole, and three cuts of three. Then, as in others, some samples whole and in as
+        # many cuts; in the first and the tenth window two micro-batches joined and apart.
+        assert counts == [23, 20, 10, 0, 10, 0, 0, 0, 0, 13, 0]
 
 
 class TestMeasuringAgain:
@@ -232,25 +242,6 @@ class TestMeasuringAgain:
         assert made.kinds(3, 3, 2) == ["items"]
         model[1].train()
         assert made.kinds(3, 3, 2) == ["failed", "said"]
-
-    def test_where_hypotheses_that_passed_both_weigh_it_differently(self) -> None:
-        """What looked like a mean over samples for it ignored none."""
-        inputs, targets = classes(8, DOUBLE)
-        ignoring = targets.clone()
-        ignoring[:2] = -100
-        made = Examined()
-        assert made.kinds(3, 3, 2, batch=(inputs, targets)) == ["items"]
-        assert made.transaction.signs.compares_samples
-        assert made.kinds(3, 3, 2, batch=(inputs, ignoring)) == ["items"]
-        assert not made.transaction.signs.compares_samples, "they are told apart now"
-        assert made.kinds(3, 3, 2, batch=(inputs, ignoring)) == []
-
-    def test_where_a_sample_is_of_another_kind(self) -> None:
-        inputs, targets = classes(8, DOUBLE)
-        positive = inputs.abs() + 0.1, targets + 1
-        made = Examined(lambda model, batch: cross_entropy(model(batch[0]), batch[1] - 1))
-        assert made.kinds(3, 3, 2, batch=positive) == ["items"]
-        assert made.kinds(3, 3, 2, batch=(-positive[0], positive[1])) == ["items"]
 
     def test_at_the_first_short_window(self) -> None:
         made = Examined()
@@ -287,7 +278,7 @@ class TestFailing:
         assert isinstance(notice, Notice)
         assert "off the whole window's, measured on 6 samples" in notice.cause
         if loss is pairs:
-            assert "lets the samples of a batch meet" in notice.cause
+            assert "or samples meet in the model" in notice.cause
         assert made.kinds(5, 3) == []
 
     @pytest.mark.parametrize("loss", [squared_mean, pairs])
@@ -298,24 +289,6 @@ class TestFailing:
         assert caught.value.error is not None
         assert caught.value.error > 1e-3
         assert Examined(strict=True).kinds(5, 3) == ["items"]
-
-    @pytest.mark.weighted
-    def test_a_guess_that_nothing_confirms_is_one_too(self) -> None:
-        """Of few samples none counts, which tells no mean from a sum: where it is said a run goes on."""
-        inputs = torch.randn(64, 8, dtype=DOUBLE, generator=torch.Generator().manual_seed(0))
-        flags = torch.zeros(64)
-        flags[0] = 1
-
-        def fit(**options: Any) -> None:
-            autoaccum.fit(
-                mlp(DOUBLE), (inputs, flags), effective_batch=64, micro_batch=8, steps=1, shuffle=False, progress=False,
-                loss_fn=lambda outputs, flags: outputs.exp().sum() / flags.sum().clamp(min=1), device="cpu", **options,
-            )  # fmt: skip
-
-        with pytest.warns(AutoaccumWarning, match="cannot be told"):
-            fit()
-        with pytest.raises(NotExactError, match="cannot be told"):
-            fit(strict=True)
 
     def test_what_could_not_be_measured_is_said_and_tried_again(self) -> None:
         left = [0, 1]
@@ -376,26 +349,24 @@ class TestReading:
         made = Examined(verify=False)
         assert [made.kinds(3, 3, 2) for _ in range(3)] == [[], [], []]
         assert made.transaction.hypothesis is None
-        assert not made.transaction.drops_nan
 
-    def test_layers_that_couple_samples_that_meet_and_what_cannot_be_told(self) -> None:
+    def test_layers_that_couple_samples_and_what_cannot_be_told(self) -> None:
         found = Examined(model=noisy().to(DOUBLE), verify=False).causes(4, 4)
         assert found == ["The model holds 1 BatchNorm layer in training mode"]
-        (cause,) = Examined(pairs, verify=False).causes(5, 3)
-        assert cause.startswith("The loss lets the samples of a batch meet")
         (cause,) = Examined(lambda model, batch: plain(model, batch).sqrt(), verify=False).causes(5, 3)
         assert cause.endswith("its graph leads to Sqrt, which says nothing of it")
 
-    def test_counts_that_the_loss_contradicts(self) -> None:
-        (cause,) = Examined(num_items=lambda batch: 1, verify=False).causes(5, 3)
-        assert cause == "num_items says 1, 1 for the first micro-batches, but their loss is a mean over 5, 3"
-
     def test_an_attempt_that_was_rolled_back_is_forgotten(self) -> None:
-        losses = [pairs, pairs, plain, plain]
-        made = Examined(lambda model, batch: losses.pop(0)(model, batch), verify=False)
+        current = {"loss": lambda model, batch: plain(model, batch).sqrt()}
+        made = Examined(lambda model, batch: current["loss"](model, batch))
         made.attempt(4, 4)
         made.transaction.roll_back()
-        assert made.causes(5, 3) == []
+        current["loss"] = pairs
+        (cause,) = made.causes(5, 3)
+        assert "Sqrt" not in cause
+        current["loss"] = lambda model, batch: plain(model, batch).sqrt()
+        (cause,) = Examined(current["loss"]).causes(5, 3)
+        assert "Sqrt" in cause
 
 
 def losses(*factors: float) -> Any:
@@ -428,8 +399,8 @@ class TestNothingCounts:
     def test_where_samples_together_have_a_loss_it_is_said(self) -> None:
         targets = classes(24)[1]
         found = self.causes(comparing, targets, micro_batch=1)
-        assert found == ["The loss lets the samples of a"]
-        with pytest.raises(NotExactError, match="The loss lets the samples of a batch meet"):
+        assert found == ["The loss does not average over"]
+        with pytest.raises(NotExactError, match="off the whole window's"):
             self.causes(comparing, targets, micro_batch=1, strict=True)
 
     def test_where_they_have_none_either_it_is_not(self) -> None:
@@ -472,7 +443,7 @@ class TestFirstLoss:
 
     def test_of_a_window_that_counts_something(self) -> None:
         counts = [0, 8]
-        made = Examined(losses(math.nan), num_items=lambda batch: counts.pop(0), verify=False)
+        made = Examined(losses(math.nan, math.nan), num_items=lambda batch: counts.pop(0), verify=False)
         made.examine(8)
         with pytest.raises(NonFiniteLossError):
             made.examine(8)
@@ -483,6 +454,71 @@ class TestFirstLoss:
 
         assert Examined(num_items=lambda batch: 0).kinds(5, 3) == []
         assert Examined(ignores_all, verify=False).kinds(5, 3) == []
+
+
+def spoilt(model: Any, batch: Any) -> torch.Tensor:
+    """A mean over samples, which is no number where none is of two classes of three."""
+    return plain(model, batch) * (1.0 if (batch[1] > 0).any() else math.nan)
+
+
+def of_twos(model: Any, batch: Any) -> torch.Tensor:
+    """A mean over as many items as a label says, of which only those of a label of 2 are not 0."""
+    return (model(batch[0]).square().sum(1) * (batch[1] == 2)).sum() / batch[1].sum()
+
+
+class TestJoined:
+    """A window that may be joined, because no weights of its micro-batches are certain."""
+
+    @staticmethod
+    def made(loss: Any, **options: Any) -> Examined:
+        made = Examined(loss, **options)
+        made.examiner.joins = True
+        return made
+
+    SOME = classes(8, DOUBLE)[0], torch.tensor([1, 2, 1, 2, 0, 0, 0, 0])
+    """The second four of eight have nothing to count."""
+    ALL = SOME[0], torch.tensor([1, 2, 1, 2, 1, 2, 1, 2])
+
+    def put_off(self, made: Examined, batch: Any) -> str | None:
+        """Return why a window is put off; None where it is not."""
+        found = made.examine(4, 4, batch=batch)
+        assert found is None or found.is_put_off is (made.examiner.uncertain is not None)
+        return made.examiner.uncertain
+
+    @pytest.mark.parametrize("verify", [True, False])
+    def test_one_that_is_not_finite_is_put_off_once(self, verify: bool) -> None:
+        made = self.made(spoilt, verify=verify)
+        assert self.put_off(made, self.SOME) == NOT_FINITE
+        assert made.examiner.is_trying
+        assert not made.examiner.is_checked, "its loss is not known yet"
+        assert made.examiner.say_withheld() == []
+        assert (made.examiner.joins, made.examiner.is_trying, made.examiner.uncertain) == (True, False, None)
+        with pytest.raises(NonFiniteLossError):
+            made.examine(4, 4, batch=self.SOME)
+
+    def test_one_that_is_not_finite_is_refused_where_nothing_is_joined(self) -> None:
+        with pytest.raises(NonFiniteLossError):
+            Examined(spoilt).examine(4, 4, batch=self.SOME)
+
+    def test_after_another_reason_nothing_is_joined_any_more(self) -> None:
+        made = self.made(pairs)
+        made.examine(4, 4)
+        assert [error is not None and error > 1e-3 for _, error in made.examiner.withheld] == [True]
+        (notice,) = made.examiner.say_withheld()
+        assert "off the whole window's" in notice.cause
+        assert not made.examiner.joins
+
+    def test_what_graphs_show_is_not_measured(self) -> None:
+        made = self.made(lambda model, batch: summed(model, batch) + sum(p.sum() for p in model.parameters()))
+        assert self.put_off(made, self.ALL) == PENALTIES
+        assert made.transaction.hypothesis is None
+
+    def test_a_loss_of_0_beside_a_count_is_one_that_may_be_kept_from_0(self) -> None:
+        made, twos = self.made(of_twos), torch.tensor([2, 2, 2, 2, 2, 2, 2, 2])
+        assert made.kinds(4, 4, batch=(self.SOME[0], twos)) == ["items"]
+        assert made.examiner.uncertain is None
+        made.examine(4, 4, batch=(self.SOME[0], torch.tensor([2, 2, 2, 2, 1, 1, 1, 1])))
+        assert made.examiner.uncertain == KEPT
 
 
 class TestSideEffects:
@@ -503,12 +539,10 @@ class TestState:
         made = Examined()
         made.examine(8)
         made.examine(3, 3, 2)
-        made.transaction.drops_nan = False
         again = Examined(losses(math.nan))
         again.examiner.load_state_dict(made.examiner.state_dict())
         assert again.examiner.state_dict() == made.examiner.state_dict()
         assert again.transaction.hypothesis == "items"
-        assert not again.transaction.drops_nan
         again.number = 2
         again.examine(8)  # whose loss is not the first
 
@@ -525,7 +559,6 @@ class TestState:
         for kept in (state, {name: value for name, value in state.items() if name != "verified"}):
             made = Examined()
             made.examiner.load_state_dict(kept)
-            assert made.transaction.drops_nan
             assert made.kinds(3, 3, 2) == ["items"]
 
 
@@ -573,32 +606,16 @@ def test_what_begins_with_larger_batches_is_found_by_joining_two_of_them() -> No
     found = made.events(7, 7)
     assert [type(event) for event in found] == [Verified, Notice], "six samples alone show nothing of it"
     assert "14 samples joined" in str(found[1])
+    strict = Examined(hardest, strict=True)
+    strict.most = 14
+    with pytest.raises(NotExactError, match="14 samples joined"):
+        strict.examine(7, 7)
 
 
 def test_nothing_is_said_where_larger_batches_are_like_smaller_ones() -> None:
     made = Examined()
     assert made.kinds(3, 3) == ["items"]
     assert made.kinds(3, 3) == []
-    before = made.examiner._kinds.largest_joined
+    before = made.examiner._largest_joined
     assert made.kinds(4, 4) == []
-    assert (before, made.examiner._kinds.largest_joined) == (3, 3), "there is no room for eight"
-
-
-@pytest.mark.device
-def test_a_count_of_0_does_not_contradict_one_that_is_kept_from_0() -> None:
-    """On an accelerator, too, where such a micro-batch has a loss: what it counts is not known in time."""
-    generator = torch.Generator().manual_seed(1)
-    inputs, labels = torch.randn(16, 3, generator=generator), torch.randint(0, 4, (16,), generator=generator)
-    labels[:2] = -100
-
-    def masked(model: Any, batch: Any) -> torch.Tensor:
-        counts = batch[1] != -100
-        each = cross_entropy(model(batch[0]), batch[1], reduction="none")
-        return (each * counts).sum() / counts.sum().clamp(min=1)
-
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        autoaccum.fit(
-            nn.Linear(3, 4), (inputs, labels), training_step=masked, num_items=lambda batch: (batch[1] != -100).sum(),
-            effective_batch=8, micro_batch=2, shuffle=False, progress=False, cache=False, device=DEVICE, verify=False,
-        )  # fmt: skip
+    assert (before, made.examiner._largest_joined) == (3, 3), "there is no room for eight"

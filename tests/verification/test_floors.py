@@ -1,9 +1,9 @@
-"""What right gradients may be apart by is measured on the device, and 32 bits are multiplied as such meanwhile."""
+"""32 bits are multiplied as such where gradients are compared, and 64 bits tell rounding from a wrong weight."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import suppress
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -14,11 +14,8 @@ from torch.nn.functional import cross_entropy
 
 import autoaccum
 from autoaccum.events import Verified
-from autoaccum.testing import oom_at
-from autoaccum.verification import floors
 from autoaccum.verification.decision import decide
-from autoaccum.verification.findings import ZeroGradientError
-from autoaccum.verification.floors import floor_of, full_precision, nudge, nudged
+from autoaccum.verification.floors import full_precision, is_right_in_64_bits
 from tests.devices import DEVICE
 from tests.verification.making import measurement_of
 
@@ -39,9 +36,7 @@ def settings() -> Settings:
 @pytest.fixture(autouse=True)
 def _settings() -> Iterator[None]:
     precision, allowed = torch.get_float32_matmul_precision(), torch.backends.cudnn.allow_tf32
-    floor_of.cache_clear()
     yield
-    floor_of.cache_clear()
     torch.set_float32_matmul_precision(precision)
     torch.backends.cudnn.allow_tf32 = allowed
 
@@ -82,27 +77,6 @@ class TestFullPrecision:
 
 
 @pytest.mark.device
-class TestFloor:
-    def test_it_is_the_least_where_kernels_are_those_of_32_bits(self) -> None:
-        before = torch.default_generator.get_state()
-        with full_precision(torch.device("cpu")):
-            assert floor_of(torch.device(DEVICE), False) == 2e-5
-        assert torch.equal(torch.default_generator.get_state(), before)
-
-    def test_it_grows_with_what_the_kernels_of_other_sizes_differ_by(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        right = floors._conv
-
-        def by_size(images: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-            return right(images, weight) * (1 + 1e-6 * len(images))  # another algorithm for another size
-
-        monkeypatch.setattr(floors, "_conv", by_size)
-        assert 1e-4 < floor_of(torch.device(DEVICE), False) < 1e-3
-        monkeypatch.setattr(floors, "_conv", lambda *given: by_size(*given) * (1 + 1e-2 * len(given[0])))
-        floor_of.cache_clear()
-        assert floor_of(torch.device(DEVICE), False) == 1e-3
-
-
-@pytest.mark.device
 def test_a_run_that_multiplies_fewer_bits_is_measured_with_all_of_them(tmp_path: Path) -> None:
     torch.set_float32_matmul_precision("medium")
     seen = tmp_path / "seen"  # a list would be put back with the rest that a measurement leaves no trace in
@@ -122,34 +96,6 @@ def test_a_run_that_multiplies_fewer_bits_is_measured_with_all_of_them(tmp_path:
     assert events[0].error < 2e-5
     assert set(seen.read_text().split()) == {"medium", "highest"}
     assert torch.get_float32_matmul_precision() == "medium"
-
-
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.complex64])
-def test_the_last_bit_of_parameters_is_turned_and_turned_back(dtype: torch.dtype) -> None:
-    kept = torch.randn(5, 3, dtype=torch.complex64 if dtype.is_complex else torch.float64).to(dtype)
-    p, whole = nn.Parameter(kept.clone().T), torch.arange(3)
-    with nudged([p, whole]):
-        assert bool((p.detach() != kept.T).all())
-        assert torch.allclose(p.detach(), kept.T, rtol=1e-2, atol=0)
-    assert torch.equal(p.detach(), kept.T)
-    assert torch.equal(whole, torch.arange(3))
-
-
-@pytest.mark.parametrize("operation", range(1, 11))
-def test_no_parameter_stays_turned_where_memory_runs_out(operation: int) -> None:
-    parameters = [nn.Parameter(torch.randn(3)) for _ in range(2)]
-    kept = [p.detach().clone() for p in parameters]
-    with oom_at(operation) as seen, suppress(torch.OutOfMemoryError), nudged(parameters):
-        pass
-    assert seen.operations >= operation
-    assert all(torch.equal(p.detach(), value) for p, value in zip(parameters, kept, strict=True))
-
-
-def test_flags_and_labels_of_a_batch_stay_as_they_are() -> None:
-    batch = [torch.tensor([0.0, 1.0, 255.0, float("inf"), 0.3]), torch.tensor([1, 2]), "text"]
-    nudge(batch)
-    assert torch.equal(batch[0][:4], torch.tensor([0.0, 1.0, 255.0, float("inf")]))  # type: ignore[index]
-    assert float(batch[0][4]) != torch.tensor(0.3)  # type: ignore[index]
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
@@ -183,6 +129,56 @@ def test_a_gradient_that_cancels_is_rounded() -> None:
         decision = decide(measurement, 1, "items")
     assert decision.passed
     assert decision.error > 2e-5, "or the test shows nothing"
+
+
+class Rounded:
+    """A measurement, as far as 64 bits ask for it."""
+
+    def __init__(self, dtype: torch.dtype = torch.float32) -> None:
+        self.parameters = [torch.ones(2, dtype=dtype, requires_grad=True), torch.ones(2, dtype=dtype)]
+        self.is_wide = False
+
+    @contextmanager
+    def widened(self) -> Iterator[None]:
+        self.is_wide = True
+        yield
+        self.is_wide = False
+
+
+def is_right(measured: Rounded, error: Any) -> tuple[bool, int]:
+    """Return whether such an error is right in 64 bits, and how often it was measured in them."""
+    asked: list[bool] = []
+
+    def error_of() -> float:
+        asked.append(measured.is_wide)
+        return error() if callable(error) else error
+
+    found = is_right_in_64_bits(measured, error_of)
+    assert all(asked), "measured in 32 bits"
+    return found, len(asked)
+
+
+@pytest.mark.parametrize(("error", "right"), [(1e-7, True), (1.1e-6, False), (float("nan"), False)])
+def test_64_bits_are_right_up_to_their_own_tolerance(error: float, right: bool) -> None:
+    assert is_right(Rounded(), error) == (right, 1)
+    assert is_right(Rounded(torch.float64), error) == (False, 0), "they are in 64 bits already"
+
+
+@pytest.mark.parametrize("failure", [torch.OutOfMemoryError("CUDA out of memory"), TypeError("expected Float")])
+def test_where_nothing_can_be_computed_in_64_bits_what_32_have_shown_stands(failure: Exception) -> None:
+    def fail() -> float:
+        raise failure
+
+    assert is_right(Rounded(), fail)[0] is False
+
+
+def test_parameters_that_somebody_listens_to_are_not_widened() -> None:
+    measured = Rounded()
+    p = measured.parameters[0]
+    adder = p.expand_as(p).grad_fn.next_functions[0][0]  # type: ignore[union-attr]
+    assert is_right(measured, 0.0) == (False, 0), "it is held"
+    del adder
+    assert is_right(measured, 0.0) == (True, 1)
 
 
 def convolutions(size: int = 96) -> tuple[nn.Module, Any]:
@@ -333,15 +329,3 @@ class TestIn64Bits:
         for name, value in model.state_dict().items():
             assert value.dtype is state[name].dtype
             assert torch.equal(value, state[name]), name
-
-
-@pytest.mark.weighted
-def test_a_gradient_of_nothing_but_rounding_is_not_measured(monkeypatch: pytest.MonkeyPatch) -> None:
-    def run(*_: Any, **__: Any) -> Any:
-        raise ZeroGradientError  # as where it is 0 the second time
-
-    monkeypatch.setattr("autoaccum.training.checking._run", run)
-    model, batch = convolutions(8)
-    found = autoaccum.check(model, batch, loss_fn=cross_entropy, device="cpu")
-    assert found.passed is None
-    assert "the gradient of a few samples is 0" in str(found)

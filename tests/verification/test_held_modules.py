@@ -66,37 +66,37 @@ def test_it_is_trained_by_an_optimizer_that_is_made_of_the_parameters(holder: st
 
 @pytest.mark.parametrize("micro_batch", [4, "auto"])
 @EACH
-def test_its_batch_norm_is_said(holder: str, micro_batch: Any) -> None:
+def test_its_batch_norm_normalises_by_the_window(holder: str, micro_batch: Any) -> None:
     outcome = run(loop(holder, has_batch_norm=True), micro_batch, max_micro_batch=4 if micro_batch == "auto" else None)
     assert min(map(min, outcome.cuts)) > 1
-    check(outcome, ("batchnorm",))
+    check(outcome)
 
 
 @pytest.mark.parametrize("holder", ["the model", *HOLDERS])
 def test_after_running_out_of_memory_it_is_as_if_the_smaller_plan_had_been_used(holder: str) -> None:
-    """Its gradients and its BatchNorm's buffers are rolled back with the model's."""
+    """Its gradients and its BatchNorm's buffers are rolled back with the model's; a measurement replays no window."""
 
     def fresh() -> Loop:
         return in_model(has_batch_norm=True) if holder == "the model" else loop(holder, has_batch_norm=True)
 
     with oom_at(None) as count:
-        fit(fresh(), 4)
+        fit(fresh(), 4, verify=False)
     num_replayed = 0
     for n in range(1, count.operations + 1, count.operations // FAULTS):
         tried = fresh()
         try:
             with oom_at(n):
-                result = fit(tried, 4)
+                result = fit(tried, 4, verify=False)
         except AutoaccumError:  # in the midst of the optimizer's step
             continue
         if not any(report.replays for report in result.history):
             continue
         num_replayed += 1
         again = fresh()
-        fit(again, [report.micro_batches for report in result.history])
+        fit(again, [report.micro_batches for report in result.history], verify=False)
         for found, expected in zip(state_of(tried), state_of(again), strict=True):
             assert torch.equal(found, expected), f"out of memory at operation {n} left a mark"
-    assert num_replayed > 1
+    assert num_replayed > 10
 
 
 def test_a_frozen_teacher_in_a_closure_stays_as_it_is() -> None:

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 import autoaccum
-from autoaccum.events import Notice, StepReport, Verified
+from autoaccum.events import Notice, Verified
 from tests.devices import DEVICE
 
 FEATURES, SAMPLES, WINDOWS = 4, 8, 7
@@ -96,55 +96,29 @@ def mask_of(window: int, first: int = 1) -> torch.Tensor:
     return mask
 
 
-@pytest.mark.filterwarnings("ignore::autoaccum.AutoaccumWarning")
 @pytest.mark.device(every=7)
 @pytest.mark.parametrize("micro_batch", [4, 2])
 @pytest.mark.parametrize("window", [1, 3, 4, 6])
 @pytest.mark.parametrize("loss", [by_tensors, by_numbers, with_penalty, by_weights, of_two_heads])
-def test_no_window_is_wrong_before_it_is_said(loss: Loss, window: int, micro_batch: int) -> None:
+def test_no_window_is_wrong(loss: Loss, window: int, micro_batch: int) -> None:
     mask = mask_of(window)
     found, said = gradients(loss, mask, micro_batch)
     expected, _ = gradients(loss, mask, SAMPLES)
-    notices = [number for number, event in said if isinstance(event, Notice)]
-    for number, (gradient, whole) in enumerate(zip(found, expected, strict=True), 1):
-        if (gradient - whole).norm() > 1e-6 * whole.norm():
-            assert notices, f"window {number} is wrong"
-            assert notices[0] <= number, f"window {number} was wrong before a word"
+    assert len(found) == len(expected) == WINDOWS
+    for gradient, whole in zip(found, expected, strict=True):
+        torch.testing.assert_close(gradient, whole, rtol=1e-9, atol=1e-12)
+    assert not [event for _, event in said if isinstance(event, Notice)]
 
 
-@pytest.mark.weighted
 @pytest.mark.device
 @pytest.mark.parametrize("micro_batch", [1, 2, 5])
-def test_where_samples_were_measured_to_weigh_it_is_no_matter_what_terms_count(micro_batch: int) -> None:
-    """Terms that come sample by sample are others in each micro-batch, and each may be divided by 1 for none."""
+def test_it_is_no_matter_what_terms_count_that_come_sample_by_sample(micro_batch: int) -> None:
+    """They are others in each micro-batch, and each may be divided by 1 for none."""
     mask = torch.zeros(48, FEATURES, dtype=torch.float64)
     for sample, count in {3: 3, 7: 1, 17: 1, 20: 2, 25: 2, 40: 1}.items():
         mask[sample, :count] = 1
     found, said = gradients(sample_by_sample, mask, micro_batch, 24, strict=True)
     expected, _ = gradients(sample_by_sample, mask, 24, 24)
-    assert [event.hypothesis for _, event in said if isinstance(event, Verified)][-1] == "samples"
     assert not [event for _, event in said if isinstance(event, Notice)]
     for gradient, whole in zip(found, expected, strict=True):
         torch.testing.assert_close(gradient, whole, rtol=1e-12, atol=1e-12)
-
-
-def test_the_lowest_count_is_kept_in_a_checkpoint(tmp_path: Any) -> None:
-    mask = torch.ones(SAMPLES * WINDOWS, dtype=torch.float64)
-
-    def state(stop: int | None) -> Any:
-        def end(event: Any) -> None:
-            if isinstance(event, StepReport) and event.step == stop:
-                raise autoaccum.StopTraining
-
-        torch.manual_seed(0)
-        trainer = autoaccum.Trainer(
-            nn.Linear(FEATURES, FEATURES).double(), (torch.zeros(len(mask), FEATURES).double() + 1, torch.randn(
-                len(mask), FEATURES).double(), mask), effective_batch=SAMPLES, micro_batch=4,
-            training_step=by_tensors, device=DEVICE, run_dir=tmp_path, callbacks=[end], shuffle=False, steps=4,
-            progress=False,
-        )  # fmt: skip
-        trainer.fit()
-        return trainer._step.transaction.signs
-
-    first, second = state(2), state(None)
-    assert (first.least, second.least) == ((16.0, 4.0), (16.0, 4.0))

@@ -24,19 +24,34 @@ def test_windows_are_looked_at_less_and_less() -> None:
     assert looks == [2, 100, 110, 110, 110, 120, 1100, 1100]
 
 
+def test_once_a_run_is_measured_windows_that_are_to_be_measured_are_looked_at() -> None:
+    made, looks = passed(), []
+    for number in range(1, 200):
+        if number >= made.next_look:
+            looks.append(number)
+            if made.reason(8, number, is_surprising=False) is not None:
+                made.measured(8, number)
+            made.looked(number)
+    assert looks == [1, 2, 3, 5, 10, 20, 50, 100]
+    made.status = "failed"
+    made.looked(200)
+    assert made.next_look > 10**9
+
+
 def test_losses_are_compared_in_rounds() -> None:
     made, rounds = passed(), []
     for number in range(1, 1002):
-        if made.reason(8, number, is_surprising=False) == "losses":
-            rounds.append(number)
+        if (reason := made.reason(8, number, is_surprising=False)) is not None:
+            rounds.append((number, reason))
             made.measured(8, number)
-    assert rounds == [2, 3, 5, 10, 20, 50, 100, 200, 500, 1000]
+    assert rounds[0] == (2, "again"), "the samples of a first window may be alike"
+    assert rounds[1:] == [(number, "losses") for number in (3, 5, 10, 20, 50, 100, 200, 500, 1000)]
 
 
 def test_micro_batches_are_joined_in_windows_of_powers_of_ten_and_in_the_first_short_one() -> None:
     made, joined = passed(), []
     for number in range(1, 1002):
-        if made.reason(8, number, is_surprising=False) == "losses":
+        if made.reason(8, number, is_surprising=False) is not None:
             joined += [number] if made.is_for_joined(8, number) else []
             made.measured(8, number)
     assert joined == [10, 100, 1000]

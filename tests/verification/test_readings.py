@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 
+from autoaccum.loss.conclusions import conclude
 from autoaccum.loss.hypotheses import PLAIN_MEAN, PLAIN_SUM
 from autoaccum.loss.reductions import Term
 from autoaccum.loss.terms import Reduction
@@ -14,7 +16,6 @@ from autoaccum.verification import readings
 from autoaccum.window.gradient import Gradient
 from tests.verification.making import job_of
 
-ONE = Reduction(1.0, (Term("mean", is_one=True),))
 UNKNOWN = Reduction(3.0, (Term("unknown", operation="Exp"),))
 MEAN = Reduction(4.0, (Term("mean", divisor=4.0),))
 
@@ -26,15 +27,10 @@ def gradient(*reductions: Reduction, sizes: tuple[int, ...] = (2, 3), is_sum: bo
     )  # fmt: skip
 
 
-def job() -> Any:
-    return job_of()
-
-
 def test_what_is_likely() -> None:
-    assert readings.likely(job(), gradient(MEAN, MEAN)) == "items"
-    assert readings.likely(job(), gradient(MEAN, MEAN, is_sum=True)) == "sum"
-    constants = Reduction(1.0, constants=(1.0,))
-    assert readings.likely(job(), gradient(MEAN, constants, is_sum=True)) == "sum and penalties"
+    assert readings.likely(job_of(), gradient(MEAN, MEAN)) == "items"
+    assert readings.likely(job_of(), gradient(MEAN, MEAN, is_sum=True)) == "sum"
+    assert readings.likely(job_of(num_items=len), gradient(MEAN, MEAN, is_sum=True)) == "num_items"
 
 
 @pytest.mark.parametrize(
@@ -44,24 +40,39 @@ def test_what_is_likely() -> None:
         (None, "items", True, False),
         (None, "sum", True, True),
         (None, "sum", False, False),
-        (None, "samples", False, False),  # 4 and 4 items of 2 and 3 samples
-        ("items", "samples", False, False),
+        (None, "num_items", False, True),
+        ("items", "sum", False, False),
+        ("sum", "items", True, False),
         ("sum", "sum", True, True),
     ],
 )
 def test_whether_another_hypothesis_weighs_alike(before: Any, after: Any, is_sum: bool, alike: bool) -> None:
-    found = gradient(MEAN, MEAN, is_sum=is_sum)
-    assert readings.is_weighed_alike(job(), found, before, after) is alike
+    assert readings.is_weighed_alike(gradient(MEAN, MEAN, is_sum=is_sum), before, after) is alike
 
 
-def test_graphs_of_which_some_tell() -> None:
-    assert readings.is_guessed(gradient(MEAN, UNKNOWN), ())
-    assert not readings.is_guessed(gradient(MEAN, MEAN), ())
-    assert not readings.is_guessed(gradient(Reduction(2.0, MEAN.terms), UNKNOWN), ())  # all count like samples
-    assert readings.is_guessed(gradient(UNKNOWN, UNKNOWN), {"num_items"})
-    assert not readings.is_guessed(gradient(UNKNOWN, UNKNOWN), {"samples"})
+def test_compiled_code_hides_what_counts() -> None:
+    compiled = Reduction(2.0, (Term("unknown", operation="CompiledFunctionBackward"),))
+    assert readings.is_hidden(gradient(MEAN, compiled))
+    assert not readings.is_hidden(gradient(MEAN, UNKNOWN))
 
 
-def test_where_something_was_divided_by_one() -> None:
-    assert readings.ones(gradient(MEAN, ONE)) == [(2, 3)]
-    assert readings.ones(gradient(MEAN, MEAN)) == []
+def test_micro_batches_lie_one_behind_the_other() -> None:
+    assert readings.pieces(gradient(MEAN, MEAN)) == [(0, 2), (2, 3)]
+
+
+def test_what_speaks_against_weights_that_nothing_was_measured_of() -> None:
+    def said(*shown: Reduction, **options: Any) -> list[str]:
+        found = replace(gradient(*shown), conclusion=conclude((2, 3), shown))
+        return [notice.cause for notice in readings.doubts(job_of(**options), found, shown)]
+
+    penalised = Reduction(1.0, (Term("sum", numbers=2),), (0.1,)), Reduction(1.0, (Term("sum", numbers=3),), (0.1,))
+    (unknown,) = said(UNKNOWN, UNKNOWN)
+    assert unknown.endswith("its graph leads to Exp, which says nothing of it")
+    for options in ({}, {"reduction": "sum"}):  # which does not say that there is a penalty
+        (beside,) = said(*penalised, **options)
+        assert beside.endswith("a term of parameters alone stands beside a sum over samples")
+    assert said(UNKNOWN, UNKNOWN, reduction="sum") == []
+    assert said(UNKNOWN, UNKNOWN, num_items=len) == []
+    assert said(Reduction(2.0), Reduction(3.0)) == []
+    normed = torch.nn.Sequential(torch.nn.Linear(8, 3), torch.nn.BatchNorm1d(3))
+    assert said(Reduction(2.0), Reduction(3.0), model=normed) == ["The model holds 1 BatchNorm layer in training mode"]

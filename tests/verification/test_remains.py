@@ -84,7 +84,7 @@ def test_a_window_that_leaves_a_part_is_told() -> None:
     assert causes_of(Momentum(), state="window") == []
     assert causes_of(Normed(), state="window") == []
     # Otherwise it is the gradient that is not exact.
-    assert causes_of(Queue()) == ["The loss lets the samples of a"]
+    assert causes_of(Queue()) == ["The loss is neither a mean ove"]
 
 
 class Keeping(nn.Module):

@@ -267,4 +267,4 @@ def test_what_data_draw_while_they_are_read_again_is_none_of_the_models() -> Non
     model = nn.Sequential(nn.Linear(8, 9), nn.Dropout(0.4), nn.Linear(9, 3))
     with Measurement(job_of(plain, model), window, range(6)) as measurement:
         measurement.run_whole()
-        assert measurement.run(cuts_of(6, 1), "samples").error < measurement.tolerance
+        assert measurement.run(cuts_of(6, 1), "items").error < measurement.tolerance

@@ -18,7 +18,7 @@ from torch.nn.functional import cross_entropy
 
 import autoaccum
 from autoaccum.errors import ArgumentError, AutoaccumWarning
-from autoaccum.events import Compiled, Event, Notice, Validated, Verified
+from autoaccum.events import Compiled, Event, Joined, Notice
 from autoaccum.memory.devices import memory_of
 from autoaccum.planning.attempts import NOT_MEASURED, Piece, Reading
 from autoaccum.window.compilations import Compilations, compiled_parts, keeps_graphs, mark
@@ -410,32 +410,40 @@ class TestItemsThatCompiledCodeHides:
         return result, [p.detach().clone() for p in model.parameters()]
 
     @pytest.mark.parametrize("way", ["the loss", "the step", "a function that nobody sees"])
-    def test_it_runs_uncompiled_and_that_is_said_once(self, way: str) -> None:
+    def test_it_is_joined_and_a_step_that_is_compiled_as_a_whole_runs_uncompiled(self, way: str) -> None:
         model, loss = self.arguments(way)
         data = self.masked(34)
-        with pytest.warns(AutoaccumWarning, match="does not show in compiled code") as warned:
+        with warnings.catch_warnings(record=True) as warned:
+            warnings.simplefilter("always")
             result, parameters = self.run(model, data, micro_batch=4, strict=True, **loss)
-        assert len(warned) == 1
         expected, wanted = self.run(mlp(torch.float64), data, micro_batch=17, loss_fn=self.loss_fn)
         assert [r.loss for r in result.history] == pytest.approx([r.loss for r in expected.history], abs=1e-12)
         assert all(torch.allclose(a, b, rtol=0, atol=1e-12) for a, b in zip(parameters, wanted, strict=True))
-        validated, rightly = (
-            [e.loss for e in found.events if isinstance(e, Validated)] for found in (result, expected)
-        )
-        assert validated == pytest.approx(rightly, abs=1e-12)
-        assert [event.step for event in result.events if isinstance(event, Verified)] == [1]
+        assert [event.step for event in result.events if isinstance(event, Joined)] == [1]
+        told = [str(each.message) for each in warned if issubclass(each.category, AutoaccumWarning)]
+        assert [cause.startswith("The step is compiled as a whole") for cause in told] == [True] * (way != "the loss")
 
-    def test_a_run_that_is_resumed_goes_on_uncompiled(self, tmp_path: Path) -> None:
-        model, loss = self.arguments("the loss")
+    def test_a_joined_run_that_is_resumed_goes_on_uncompiled(self, tmp_path: Path) -> None:
+        model, loss = self.arguments("the step")
         data = self.masked(34)
-        with pytest.warns(AutoaccumWarning, match="does not show in compiled code"):
+        with pytest.warns(AutoaccumWarning, match="compiled as a whole"):
             self.run(
                 model, data, micro_batch=4, run_dir=tmp_path, checkpoint_every=1, callbacks=[stop_after(1)], **loss
             )
         torch.compiler.reset()
-        model, loss = self.arguments("the loss")
+        model, loss = self.arguments("the step")
         result, parameters = self.run(model, data, micro_batch=4, run_dir=tmp_path, **loss)
         assert {event.step for event in compiled(result.events)} == {1}
+        _, wanted = self.run(mlp(torch.float64), data, micro_batch=17, loss_fn=self.loss_fn)
+        assert all(torch.allclose(a, b, rtol=0, atol=1e-12) for a, b in zip(parameters, wanted, strict=True))
+
+    @pytest.mark.weighted
+    def test_where_it_is_weighted_it_runs_uncompiled_and_that_is_said_once(self) -> None:
+        model, loss = self.arguments("the loss")
+        data = self.masked(34)
+        with pytest.warns(AutoaccumWarning, match="does not show in compiled code") as warned:
+            _, parameters = self.run(model, data, micro_batch=4, strict=True, **loss)
+        assert len(warned) == 1
         _, wanted = self.run(mlp(torch.float64), data, micro_batch=17, loss_fn=self.loss_fn)
         assert all(torch.allclose(a, b, rtol=0, atol=1e-12) for a, b in zip(parameters, wanted, strict=True))
 

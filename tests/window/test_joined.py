@@ -48,7 +48,7 @@ def test_a_loss_whose_samples_meet_is_joined_from_the_first_step_on_and_nothing_
     assert event.passed
     assert event.step == 1
     assert event.held < 1
-    assert "samples of a batch meet" in event.reason
+    assert "measured on 6 samples" in event.reason
     assert not [one for one in result.events if isinstance(one, Notice)]
     assert [report.micro_batches for report in result.history] == [(4, 4, 4)] * 3
     whole = trained(micro_batch=12)
@@ -57,7 +57,7 @@ def test_a_loss_whose_samples_meet_is_joined_from_the_first_step_on_and_nothing_
 
 
 def test_it_can_be_forbidden() -> None:
-    with pytest.warns(AutoaccumWarning, match="samples of a batch meet"):
+    with pytest.warns(AutoaccumWarning, match="samples meet in the model"):
         assert not joined(trained(accumulate="weighted"))
 
 
@@ -163,3 +163,58 @@ def test_outputs_that_do_not_fit_send_a_run_back_to_weights() -> None:
     said = [event.cause for event in result.events if isinstance(event, Notice)]
     assert any("which does not fit" in cause for cause in said)
     assert result.num_steps == 2
+
+
+class TestNotFinite:
+    """A micro-batch without a finite loss, or gradient, may have nothing that a mean is over."""
+
+    def of(self, masks: torch.Tensor, step: Any) -> tuple[list[float], list[float], Any]:
+        """Return the losses of an accumulator and of the full batches, and the accumulator."""
+        model, plain = mlp(torch.float64), mlp(torch.float64)
+        inputs = classes(masks.numel(), torch.float64)[0].reshape(*masks.shape, -1)
+        accumulator = autoaccum.Accumulator(
+            model, torch.optim.SGD(model.parameters(), 0.1), training_step=step, micro_batch=2
+        )
+        optimizer = torch.optim.SGD(plain.parameters(), 0.1)
+        found, wanted = [], []
+        for batch in zip(inputs, masks, strict=True):
+            found.append(float(accumulator.step(batch)))
+            optimizer.zero_grad()
+            loss = step(plain, batch)
+            loss.backward()
+            optimizer.step()
+            wanted.append(loss.item())
+        return found, wanted, accumulator
+
+    @pytest.mark.parametrize("late", [0, 3])
+    @pytest.mark.parametrize("way", ["0 / 0", "a gradient alone", "ZeroDivisionError"])
+    def test_it_is_joined(self, way: str, late: int) -> None:
+        def step(model: Any, batch: Any) -> torch.Tensor:
+            inputs, mask = batch
+            losses = model(inputs).square().sum(1) * mask
+            number = int(mask.sum()) if way == "ZeroDivisionError" else mask.sum()
+            loss = losses.sum() * (1 / number) if way == "ZeroDivisionError" else losses.sum() / number
+            return loss.nan_to_num() if way == "a gradient alone" else loss
+
+        masks = torch.ones(5, 8, dtype=torch.float64)
+        masks[late, :6] = 0
+        found, wanted, accumulator = self.of(masks, step)
+        assert found == pytest.approx(wanted, rel=1e-12)
+        assert not [event for event in accumulator.events if isinstance(event, Notice)]
+
+    @pytest.mark.filterwarnings("ignore:The loss of window:autoaccum.AutoaccumWarning")
+    @pytest.mark.parametrize(("place", "steps"), [(0, [4]), (36, [])])
+    def test_where_a_sample_is_at_fault_the_run_goes_on_weighted(self, place: int, steps: list[int]) -> None:
+        """Where it is none of the few that are measured, its window is joined, in vain."""
+        marked = classes(4 * 64, torch.float64)[0][3 * 64 + place, 0]
+
+        def step(model: Any, batch: Any) -> torch.Tensor:
+            losses = model(batch[0]).square().mean(1)
+            return torch.where(batch[0][:, 0] == marked, torch.nan, losses).mean()
+
+        found, wanted, accumulator = self.of(torch.ones(4, 64), step)
+        assert found[:3] == pytest.approx(wanted[:3], rel=1e-12)
+        assert found[3] != found[3]
+        assert accumulator.micro_batches == (2,) * 32
+        assert accumulator.split_modules is None
+        assert [event.step for event in accumulator.events if isinstance(event, Joined)] == steps

@@ -15,7 +15,7 @@ from autoaccum.window.joining import Told, join, told
 
 
 def of_rank(guess: float, sizes: tuple[int, ...], **given: Any) -> Told:
-    nothing: dict[str, Any] = {"late": (), "dropped": (), "norms": {}, "outputs": {}, "has_changed": False}
+    nothing: dict[str, Any] = {"late": (), "norms": {}, "outputs": {}, "has_changed": False, "is_uncounted": False}
     nothing |= {"named": None, "counts_by_name": False, "arrived": (), "came_twice": False}
     of_sizes = {
         "reductions": [Reduction(float(size)) for size in sizes],
@@ -27,12 +27,11 @@ def of_rank(guess: float, sizes: tuple[int, ...], **given: Any) -> Told:
 
 
 def test_micro_batches_come_one_ranks_after_the_others() -> None:
-    first = of_rank(8.0, (2, 1), dropped=(2,), late=(1,), norms={1: torch.tensor(3.0)})
-    second = of_rank(4.0, (5,), dropped=(0,), late=(0,), norms={0: torch.tensor(3.0)}, has_changed=True)
+    first = of_rank(8.0, (2, 1), late=(1,), norms={1: torch.tensor(3.0)})
+    second = of_rank(4.0, (5,), late=(0,), norms={0: torch.tensor(3.0)}, has_changed=True)
     joined = join([first, second], 8)
     assert joined.sizes == [2, 1, 5]
     assert joined.tally.read() == [2.0, 1.0, 5.0]
-    assert joined.dropped == [2, 3]
     assert joined.tally.late == [1, 2]
     assert joined.gradients == [True, False]
     assert joined.has_changed
@@ -61,8 +60,15 @@ def test_a_rank_tells_counts_and_gradients() -> None:
     p, tally = torch.ones(3, requires_grad=True), Tally(3, deferred=False)
     p.grad = torch.ones(3)
     tally.weight(3, 2.0)
-    nothing: dict[str, Any] = {"num_samples": 3, "sizes": (3,), "reductions": [], "losses": [], "dropped": ()}
-    nothing |= {"norms": {}, "outputs": {}, "has_changed": False, "named": None, "counts_by_name": False}
+    nothing: dict[str, Any] = {"num_samples": 3, "sizes": (3,), "reductions": [], "losses": []}
+    nothing |= {
+        "norms": {},
+        "outputs": {},
+        "has_changed": False,
+        "is_uncounted": False,
+        "named": None,
+        "counts_by_name": False,
+    }
     nothing |= {"arrived": (), "came_twice": False}
     found = told([p, torch.ones(1)], tally, **nothing)
     assert (found.counts, found.guess, found.gradients) == ((2.0,), 2.0, [True, False])

@@ -320,7 +320,7 @@ def test_what_is_like_what_is_there(value: Any, present: Any, is_like: bool) -> 
 )
 def test_of_a_scaler(change: dict[str, Any]) -> None:
     others: dict[str, Any] = {"step": 1, "announced": [], "announced of windows": [], "plan": (3, 3)}
-    others["runner"] = {"_checked": True, "_has_sums": None, "_examining": False, "_deferred": False}
+    others["runner"] = {"_checked": True, "_examining": False, "_deferred": False}
     scaler = torch.amp.GradScaler("cpu").state_dict()
     for has_scaler, saved in ((True, {**scaler, **change}), (True, None), (False, scaler)):
         with pytest.raises(CheckpointCorruptError) as caught:

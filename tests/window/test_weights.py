@@ -12,7 +12,6 @@ from torch.nn.functional import cross_entropy
 from autoaccum.planning.attempts import Piece
 from autoaccum.training.accumulator import _Batch
 from autoaccum.window.gradient import Gradient
-from autoaccum.window.transaction import Repeat
 from tests.models import classes, mlp
 from tests.window.making import step_of
 
@@ -59,11 +58,9 @@ def weighed(factors: list[float], loss: Any, *sizes: int) -> list[torch.Tensor]:
 @pytest.mark.parametrize(
     ("hypothesis", "loss", "factors"),
     [
-        ("samples", a_mean, [5 / 8, 3 / 8]),
-        ("samples", a_sum, [5 / 8, 3 / 8]),
         ("items", a_mean, [5 / 8, 3 / 8]),
         ("sum", a_mean, [1, 1]),
-        ("sum and penalties", a_sum, [1, 1]),
+        ("sum", a_sum, [1, 1]),
         ("num_items", a_mean, [1 / 2, 1 / 2]),
     ],
 )
@@ -75,41 +72,31 @@ def test_a_hypothesis_says_what_each_micro_batch_counts(hypothesis: Any, loss: A
         torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-15)
 
 
-def not_a_number(model: Any, batch: Any) -> torch.Tensor:
-    """A mean over the samples of one class."""
-    taken = batch[1] == 1
-    return cross_entropy(model(batch[0])[taken], batch[1][taken])
-
-
-def test_a_micro_batch_whose_loss_is_no_number_counts_nothing_where_that_is_seen_to() -> None:
-    targets = torch.tensor([0, 0, 1, 2, 1, 1, 0, 1])
-    inputs = classes(8, torch.float64)[0]
-    model = mlp(torch.float64)
-    expected = torch.autograd.grad(not_a_number(model, (inputs, targets)), list(model.parameters()))
-    for drops_nan in (True, False):
-        made = step_of(mlp(torch.float64), loss_of=not_a_number).transaction
-        made.drops_nan = drops_nan
-        made.begin(_Batch((inputs, targets), 8, CPU))
-        for start in (0, 2, 4, 6):
-            made.add(Piece(start, 2))
-        gradient = made.finish()
-        assert isinstance(gradient, Gradient)
-        found = [p.grad for p in made.trained()]
-        if not drops_nan:
-            assert gradient.dropped == ()
-            continue
-        assert gradient.dropped == (0,)
-        assert gradient.counts[0] == 0
-        assert made.signs.have_changed, "which is a guess, to be measured"
-        for one, other in zip(found, expected, strict=True):
-            torch.testing.assert_close(one, other, rtol=1e-10, atol=1e-15)
-
-
-def test_a_window_of_nothing_but_nan_is_not_one_without_items() -> None:
-    made = step_of(mlp(torch.float64), loss_of=lambda model, batch: a_mean(model, batch) * math.nan).transaction
-    made.drops_nan = True
+@pytest.mark.parametrize("factor", [1.0, math.nan, math.inf])
+def test_whether_loss_and_gradient_are_finite_is_told(factor: float) -> None:
+    made = step_of(mlp(torch.float64), loss_of=lambda model, batch: a_mean(model, batch) * factor).transaction
     made.begin(_Batch(classes(8, torch.float64), 8, CPU))
     for start in (0, 4):
         made.add(Piece(start, 4))
-    assert isinstance(made.finish(), Repeat)
-    assert not made.drops_nan
+    gradient = made.finish()
+    assert isinstance(gradient, Gradient)
+    assert gradient.is_finite is (factor == 1.0)
+    assert made.signs.have_changed is (factor != 1.0)
+
+
+def test_a_gradient_that_is_not_finite_beside_a_loss_that_is_shows() -> None:
+    """As ``nan_to_num`` leaves it of a mean over nothing."""
+
+    def loss_of(model: Any, batch: Any) -> torch.Tensor:
+        taken = (batch[1] == 1).double()
+        losses = cross_entropy(model(batch[0]), batch[1], reduction="none")
+        return ((losses * taken).sum() / taken.sum()).nan_to_num()
+
+    made = step_of(mlp(torch.float64), loss_of=loss_of).transaction
+    made.begin(_Batch((classes(8, torch.float64)[0], torch.tensor([0, 0, 1, 2, 1, 1, 0, 1])), 8, CPU))
+    for start in (0, 2, 4, 6):
+        made.add(Piece(start, 2))
+    gradient = made.finish()
+    assert isinstance(gradient, Gradient)
+    assert gradient.loss.isfinite()
+    assert not gradient.is_finite

@@ -1,4 +1,4 @@
-"""Losses that were once stepped on wrongly, or not at all, with how their windows are cut and what may be said of them."""
+"""Losses that were once stepped on wrongly, or not at all, with how their windows are cut."""
 
 from __future__ import annotations
 
@@ -15,12 +15,6 @@ from tests.verification.others.harness import Loop
 WINDOW = 24
 FEATURES = 8
 CUTS: tuple[Any, ...] = (1, 4, (7, 8, 9), (3, 2, 4, 5, 1, 3, 6), "auto")
-COUNTED = ("items", "counts", "averages", "nothing")
-"""Of a loss that divides by what it counts: words of which a notice's cause has to hold one."""
-RULES = ("averages", "mean", "sum", "divides")
-"""Of a loss that is neither a mean nor a sum."""
-MEETS = ("samples",)
-"""Of a loss in which samples meet."""
 
 
 class Net(nn.Module):
@@ -65,11 +59,9 @@ Loss = Callable[[Any, torch.Tensor, torch.Tensor, dict[str, torch.Tensor]], torc
 
 @dataclass
 class Case:
-    """A loss, and what has to become of it."""
+    """A loss, and how its windows are cut."""
 
     loss: Loss
-    words: tuple[str, ...] = ()
-    """Of which what is said has to hold one; none where the gradient has to be exact and nothing may be said."""
     cuts: tuple[Any, ...] = CUTS
     max_micro_batch: int = 4
     num_items: Callable[[Any], Any] | None = field(default=None)
@@ -97,57 +89,53 @@ def switch_balancing(m: Any, o: torch.Tensor, d: torch.Tensor, b: Any) -> torch.
 
 
 ZERO_ITEMS: dict[str, Case] = {
-    "over int(count)": Case(lambda m, o, d, b: (d * b["mask"]).sum() / int(b["mask"].sum()), COUNTED),
-    "over count.item()": Case(lambda m, o, d, b: (d * b["mask"]).sum() / b["mask"].sum().item(), COUNTED),
-    "over a float": Case(lambda m, o, d, b: (d * b["mask"]).sum() / float(b["mask"].sum()), COUNTED),
-    "times one over int(count)": Case(lambda m, o, d, b: (d * b["mask"]).sum() * (1 / int(b["mask"].sum())), COUNTED),
-    "times one over count.item()": Case(
-        lambda m, o, d, b: (d * b["mask"]).sum() * (1.0 / b["mask"].sum().item()), COUNTED
-    ),
-    "over a count, picked": Case(lambda m, o, d, b: d[b["mask"]].sum() / b["mask"].sum().item(), COUNTED),
-    "over a count, kept above none": Case(
-        lambda m, o, d, b: (d * b["mask"]).sum() / max(int(b["mask"].sum()), 1), COUNTED
-    ),
-    "mean of what is picked": Case(lambda m, o, d, b: d[b["mask"]].mean(), COUNTED),
-    "share of the mask": Case(lambda m, o, d, b: (d * b["mask"]).mean() / b["mask"].double().mean().item(), COUNTED),
+    "over int(count)": Case(lambda m, o, d, b: (d * b["mask"]).sum() / int(b["mask"].sum())),
+    "over count.item()": Case(lambda m, o, d, b: (d * b["mask"]).sum() / b["mask"].sum().item()),
+    "over a float": Case(lambda m, o, d, b: (d * b["mask"]).sum() / float(b["mask"].sum())),
+    "times one over int(count)": Case(lambda m, o, d, b: (d * b["mask"]).sum() * (1 / int(b["mask"].sum()))),
+    "times one over count.item()": Case(lambda m, o, d, b: (d * b["mask"]).sum() * (1.0 / b["mask"].sum().item())),
+    "over a count, picked": Case(lambda m, o, d, b: d[b["mask"]].sum() / b["mask"].sum().item()),
+    "over a count, kept above none": Case(lambda m, o, d, b: (d * b["mask"]).sum() / max(int(b["mask"].sum()), 1)),
+    "mean of what is picked": Case(lambda m, o, d, b: d[b["mask"]].mean()),
+    "share of the mask": Case(lambda m, o, d, b: (d * b["mask"]).mean() / b["mask"].double().mean().item()),
 }
 """Micro-batches with nothing to count, whose count is a Python number: none may raise, or make the model NaN."""
 
 NEGATED: dict[str, Case] = {
     "minus a sum over a count": Case(
-        lambda m, o, d, b: -(o.log_softmax(-1) * b["mask"]).sum() / b["mask"].sum(), COUNTED
+        lambda m, o, d, b: -(o.log_softmax(-1) * b["mask"]).sum() / b["mask"].sum()
     ),
     "a sum over minus a count": Case(
-        lambda m, o, d, b: (o.log_softmax(-1) * b["mask"]).sum() / -b["mask"].sum(), COUNTED
+        lambda m, o, d, b: (o.log_softmax(-1) * b["mask"]).sum() / -b["mask"].sum()
     ),
     "minus all of it": Case(
-        lambda m, o, d, b: -((o.log_softmax(-1) * b["mask"]).sum() / b["mask"].sum()), COUNTED
+        lambda m, o, d, b: -((o.log_softmax(-1) * b["mask"]).sum() / b["mask"].sum())
     ),
     "minus a sum over a count kept above none": Case(
-        lambda m, o, d, b: -(o.log_softmax(-1) * b["mask"]).sum() / b["mask"].sum().clamp(min=1), COUNTED
+        lambda m, o, d, b: -(o.log_softmax(-1) * b["mask"]).sum() / b["mask"].sum().clamp(min=1)
     ),
     "minus one times it": Case(
-        lambda m, o, d, b: -1 * (o.log_softmax(-1) * b["mask"]).sum() / b["mask"].sum().clamp(min=1e-12), COUNTED
+        lambda m, o, d, b: -1 * (o.log_softmax(-1) * b["mask"]).sum() / b["mask"].sum().clamp(min=1e-12)
     ),
     "a negative mask": Case(
-        lambda m, o, d, b: (o.log_softmax(-1) * -b["mask"].double()).sum() / b["mask"].sum().clamp(min=1), COUNTED
+        lambda m, o, d, b: (o.log_softmax(-1) * -b["mask"].double()).sum() / b["mask"].sum().clamp(min=1)
     ),
-    "minus the mean of what is picked": Case(lambda m, o, d, b: -o.log_softmax(-1)[b["mask"]].mean(), COUNTED),
+    "minus the mean of what is picked": Case(lambda m, o, d, b: -o.log_softmax(-1)[b["mask"]].mean()),
     "minus a sum over int(count)": Case(
-        lambda m, o, d, b: -(o.log_softmax(-1) * b["mask"]).sum() / int(b["mask"].sum()), COUNTED
+        lambda m, o, d, b: -(o.log_softmax(-1) * b["mask"]).sum() / int(b["mask"].sum())
     ),
     "minus the sum of shares": Case(
-        lambda m, o, d, b: -(o.log_softmax(-1) * b["mask"] / b["mask"].sum()).sum(), COUNTED
+        lambda m, o, d, b: -(o.log_softmax(-1) * b["mask"] / b["mask"].sum()).sum()
     ),
-    "one minus a mean": Case(lambda m, o, d, b: 1 - (o * b["mask"]).sum() / b["mask"].sum(), COUNTED),
+    "one minus a mean": Case(lambda m, o, d, b: 1 - (o * b["mask"]).sum() / b["mask"].sum()),
     "one minus a mean over a count kept above none": Case(
-        lambda m, o, d, b: 1 - (o * b["mask"]).sum() / b["mask"].sum().clamp(min=1), COUNTED
+        lambda m, o, d, b: 1 - (o * b["mask"]).sum() / b["mask"].sum().clamp(min=1)
     ),
     "over a count kept below none": Case(
-        lambda m, o, d, b: (o * b["mask"]).sum() / b["mask"].sum().neg().clamp(max=-1), COUNTED
+        lambda m, o, d, b: (o * b["mask"]).sum() / b["mask"].sum().neg().clamp(max=-1)
     ),
     "zero where it is not a number": Case(
-        lambda m, o, d, b: -((o * b["mask"]).sum() / b["mask"].sum()).nan_to_num(), (*COUNTED, *MEETS)
+        lambda m, o, d, b: -((o * b["mask"]).sum() / b["mask"].sum()).nan_to_num()
     ),
 }  # fmt: skip
 """Masked means with a sign, which were a ZeroDivisionError."""
@@ -188,50 +176,50 @@ MISREAD: dict[str, Case] = {
 """Read off the graph as something else than they are; each can be exact."""
 
 NEITHER: dict[str, Case] = {
-    "sum over n + 1": Case(lambda m, o, d, b: d.sum() / (len(d) + 1), RULES),
-    "mean of squares over n + 1": Case(lambda m, o, d, b: d.mean(1).sum() / (len(d) + 1), RULES),
-    "sum over the root of n": Case(lambda m, o, d, b: d.sum() / len(d) ** 0.5, RULES),
-    "mean times the root of n": Case(lambda m, o, d, b: d.mean() * len(d) ** 0.5, RULES),
-    "a count + 1": Case(lambda m, o, d, b: (d * b["mask"]).sum() / (b["mask"].sum() + 1), RULES),
-    "prefix sums": Case(lambda m, o, d, b: o.cumsum(0).pow(2).mean(), MEETS),
-    "all beside all, by None": Case(lambda m, o, d, b: (o[None] - o[:, None]).pow(2).sum(-1).neg().exp().mean(), MEETS),
+    "sum over n + 1": Case(lambda m, o, d, b: d.sum() / (len(d) + 1)),
+    "mean of squares over n + 1": Case(lambda m, o, d, b: d.mean(1).sum() / (len(d) + 1)),
+    "sum over the root of n": Case(lambda m, o, d, b: d.sum() / len(d) ** 0.5),
+    "mean times the root of n": Case(lambda m, o, d, b: d.mean() * len(d) ** 0.5),
+    "a count + 1": Case(lambda m, o, d, b: (d * b["mask"]).sum() / (b["mask"].sum() + 1)),
+    "prefix sums": Case(lambda m, o, d, b: o.cumsum(0).pow(2).mean()),
+    "all beside all, by None": Case(lambda m, o, d, b: (o[None] - o[:, None]).pow(2).sum(-1).neg().exp().mean()),
     "all beside all, by None, and a mean": Case(
-        lambda m, o, d, b: d.mean() + (o[None] - o[:, None]).pow(2).sum(-1).neg().exp().mean(), MEETS
+        lambda m, o, d, b: d.mean() + (o[None] - o[:, None]).pow(2).sum(-1).neg().exp().mean()
     ),
     "batch_norm in training": Case(
-        lambda m, o, d, b: F.mse_loss(F.batch_norm(o, None, None, training=True), b["y"]), ("batchnorm", *MEETS),
+        lambda m, o, d, b: F.mse_loss(F.batch_norm(o, None, None, training=True), b["y"]),
         cuts=(2, 4, (7, 8, 9)),
     ),
-    "singular values": Case(lambda m, o, d, b: d.mean() - 0.1 * torch.linalg.svdvals(o).sum(), MEETS),
-    "nuclear norm over n": Case(lambda m, o, d, b: d.mean() + torch.linalg.svdvals(o).sum() / len(o), MEETS),
-    "Switch balancing": Case(switch_balancing, MEETS),
-    "statistics that are detached": Case(lambda m, o, d, b: (d * (d.mean(1, keepdim=True) / d.mean()).detach()).mean(), MEETS),
+    "singular values": Case(lambda m, o, d, b: d.mean() - 0.1 * torch.linalg.svdvals(o).sum()),
+    "nuclear norm over n": Case(lambda m, o, d, b: d.mean() + torch.linalg.svdvals(o).sum() / len(o)),
+    "Switch balancing": Case(switch_balancing),
+    "statistics that are detached": Case(lambda m, o, d, b: (d * (d.mean(1, keepdim=True) / d.mean()).detach()).mean()),
     "advantages made of the data": Case(
-        lambda m, o, d, b: (o[:, 0] * (b["y"][:, 0] - b["y"][:, 0].mean())).mean(), MEETS
+        lambda m, o, d, b: (o[:, 0] * (b["y"][:, 0] - b["y"][:, 0].mean())).mean()
     ),
 }  # fmt: skip
-"""No count makes them exact: each has to be said, with the error that was measured."""
+"""No count makes them exact: each is joined."""
 
 SILENCED: dict[str, Case] = {
     "masked mean, rows counted": Case(
-        lambda m, o, d, b: (d * b["mask"]).sum() / b["mask"].sum(), ("num_items",), num_items=lambda b: len(b["x"])
+        lambda m, o, d, b: (d * b["mask"]).sum() / b["mask"].sum(), num_items=lambda b: len(b["x"])
     ),
-    "mean, the mask counted": Case(lambda m, o, d, b: d.mean(), ("num_items",), num_items=lambda b: b["mask"].sum() + 1),
-    "sum, rows counted": Case(lambda m, o, d, b: d.sum(), ("num_items",), num_items=lambda b: len(b["x"])),
+    "mean, the mask counted": Case(lambda m, o, d, b: d.mean(), num_items=lambda b: b["mask"].sum() + 1),
+    "sum, rows counted": Case(lambda m, o, d, b: d.sum(), num_items=lambda b: len(b["x"])),
     "a count + 1, rows counted": Case(
-        lambda m, o, d, b: (d * b["mask"]).sum() / (b["mask"].sum() + 1), ("num_items", *RULES),
+        lambda m, o, d, b: (d * b["mask"]).sum() / (b["mask"].sum() + 1),
         num_items=lambda b: len(b["x"]),
     ),
     "sum over n + 1, rows counted": Case(
-        lambda m, o, d, b: d.sum() / (len(d) + 1), ("num_items", *RULES), num_items=lambda b: len(b["x"])
+        lambda m, o, d, b: d.sum() / (len(d) + 1), num_items=lambda b: len(b["x"])
     ),
     "means over different things, one counted": Case(
-        lambda m, o, d, b: d.mean() + (d * b["mask"]).sum() / b["mask"].sum().clamp(min=1), ("num_items", *COUNTED),
+        lambda m, o, d, b: d.mean() + (d * b["mask"]).sum() / b["mask"].sum().clamp(min=1),
         num_items=lambda b: b["mask"].sum(),
     ),
     "prefix sums, rows counted": Case(
-        lambda m, o, d, b: o.cumsum(0).pow(2).mean(), ("num_items", *MEETS), num_items=lambda b: len(b["x"])
+        lambda m, o, d, b: o.cumsum(0).pow(2).mean(), num_items=lambda b: len(b["x"])
     ),
-    "Switch balancing, rows counted": Case(switch_balancing, ("num_items", *MEETS), num_items=lambda b: len(b["x"])),
+    "Switch balancing, rows counted": Case(switch_balancing, num_items=lambda b: len(b["x"])),
 }  # fmt: skip
-"""A ``num_items`` that is wrong, or right of what no count makes exact: it once kept everything else from being said."""
+"""A ``num_items`` that is wrong, or right of what no count makes exact: it once kept everything else from being seen."""

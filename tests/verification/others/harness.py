@@ -79,8 +79,6 @@ class Outcome:
     """Of each window's gradient, as a fraction of the whole window's."""
     events: list[Event] = field(default_factory=list)
     cuts: list[tuple[int, ...]] = field(default_factory=list)
-    said_before: list[list[Notice]] = field(default_factory=list)
-    """What was said, since the run began, before the optimizer stepped on each window."""
 
     @property
     def notices(self) -> list[Notice]:
@@ -119,8 +117,7 @@ class Watch:
         self._random.append(torch.get_rng_state())
 
     def end(self) -> None:
-        """Copy the gradient that the optimizer is about to step on, and what was said until now."""
-        self.outcome.said_before.append(self.outcome.notices)
+        """Copy the gradient that the optimizer is about to step on."""
         self.gradients.append([torch.zeros_like(p) if p.grad is None else p.grad.clone() for p in self.parameters])
 
     def hear(self, record: Any) -> None:
@@ -211,14 +208,8 @@ def check(outcome: Outcome, words: Sequence[str] = ()) -> None:
         assert not outcome.notices, "a false alarm"
         return
     assert words, f"it can be exact, and is {error:.2g} off"
-    check_said(outcome.notices, error, words)
-
-
-def check_said(notices: Sequence[Notice], error: float, words: Sequence[str]) -> None:
-    """Assert that a notice holds an error that was measured, and one of the words that name its cause."""
-    said = "\n".join(map(str, notices))
-    assert said, f"silently wrong by {error:.2g}"
-    figures = [float(figure.replace(",", "")) for figure in PERCENTAGE.findall(said)]
-    assert any(figure > 0 for figure in figures), f"{error:.2g} off, without a measured error: {said}"
-    causes = " ".join(notice.cause for notice in notices).lower()
-    assert any(word in causes for word in words), f"another cause than {words}: {said}"
+    assert outcome.notices, f"silently wrong by {error:.2g}"
+    figures = [float(figure.replace(",", "")) for figure in PERCENTAGE.findall(outcome.said)]
+    assert any(figure > 0 for figure in figures), f"{error:.2g} off, without a measured error: {outcome.said}"
+    causes = " ".join(notice.cause for notice in outcome.notices).lower()
+    assert any(word in causes for word in words), f"another cause than {words}: {outcome.said}"
