@@ -72,14 +72,17 @@ def widened(parameters: Iterable[torch.Tensor], modules: Iterable[torch.nn.Modul
     """Have parameters and the tensors of modules, those of 32 bits that are plain, in 64 bits within it."""
     tensors = [*parameters, *(t for module in modules for t in (*module.parameters(), *module.buffers()))]
     plain = {id(one): one for one in tensors if _is_narrow(one) and type(one) in (torch.Tensor, torch.nn.Parameter)}
-    kept = [(one, one.data) for one in plain.values()]
+    kept, of_tables = [(one, one.data) for one in plain.values()], torch.get_default_dtype()
     try:
         for one, data in kept:
             one.data = data.double()
+        # Tables that are made without a type, as by torch.full(shape, -1e16), have to hold what is written to them.
+        torch.set_default_dtype(torch.float64 if of_tables is torch.float32 else of_tables)
         # An epsilon that goes by the type is that of 32 bits, or a loss that it makes wrong would be right here alone.
         with _Widening(), mock.patch.object(torch, "finfo", _finfo):
             yield
     finally:
+        torch.set_default_dtype(of_tables)
         for one, data in kept:
             one.data = data
 

@@ -131,6 +131,24 @@ def test_a_gradient_that_cancels_is_rounded() -> None:
     assert decision.error > 2e-5, "or the test shows nothing"
 
 
+def test_a_table_that_is_made_without_a_type_holds_64_bits_then() -> None:
+    """As listwise losses fill one; a mean of large numbers that cancel, in 32 bits."""
+
+    def filled(model: Any, batch: Any) -> torch.Tensor:
+        table = torch.full((len(batch[0]), 2), -1.0)
+        table[torch.arange(len(table)), 0] = (model(batch[0]) * batch[1])[:, 0].float()
+        return table[:, 0].mean()
+
+    torch.manual_seed(0)
+    model, x = nn.Linear(8, 1).to(torch.float32), torch.randn(3, 8).repeat(2, 1)
+    signs = torch.tensor([1.0, 1, 1, -1, -1, -1])[:, None] * 3e3 + torch.randn(6, 1)
+    with measurement_of(filled, model, batch=(x, signs)) as measurement:
+        decision = decide(measurement, 1, "items")
+    assert decision.passed
+    assert decision.error > 2e-5, "or the test shows nothing"
+    assert torch.get_default_dtype() is torch.float32
+
+
 class Rounded:
     """A measurement, as far as 64 bits ask for it."""
 
