@@ -19,10 +19,6 @@ WORDS: dict[str, str] = {
 }
 """What people are told of each."""
 
-STATED: dict[str, Hypothesis] = {"sum": "sum"}
-"""What a loss is taken for of which the user says so, until it is measured."""
-
-
 Doubt = tuple[str, str]
 """(why micro-batches may not add up to the loss of their window, what to do about it)"""
 

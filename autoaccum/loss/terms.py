@@ -106,10 +106,6 @@ class Reduction:
         return bool(self.terms) and all(term.kind == "sum" for term in self.terms)
 
 
-NOTHING = Reduction(0.0)
-"""The reduction of a micro-batch without items."""
-
-
 @dataclass(frozen=True, slots=True)
 class Factor:
     """The constants between the root of a loss and one of its terms."""

@@ -7,7 +7,7 @@ from itertools import accumulate
 
 from autoaccum.events import Notice
 from autoaccum.loss.conclusions import BY_ONE, PENALTIES, conclude
-from autoaccum.loss.hypotheses import Hypothesis
+from autoaccum.loss.hypotheses import Doubt, Hypothesis
 from autoaccum.loss.reductions import is_one
 from autoaccum.loss.terms import Reduction
 from autoaccum.verification import notices
@@ -49,14 +49,18 @@ def suspicion(job: Job, sizes: Sequence[int], shown: Sequence[Reduction]) -> Not
 
 def doubts(job: Job, gradient: Gradient, shown: Sequence[Reduction]) -> list[Notice]:
     """Return why the gradient may not be that of the window, as far as that can be read, where nothing was measured."""
+    if gradient.conclusion is None:
+        return []
     # Of groups, and of running statistics, nothing depends on how windows are cut.
     said = notices.batch_norm_notices(job.modules) if job.batch_norm.kind == "micro" else []
-    if gradient.conclusion is None or job.num_items is not None:
-        return said if gradient.conclusion is not None else []
-    doubt = gradient.conclusion.doubt
-    if doubt is None and gradient.is_kept_from_none and any(map(is_one, gradient.reductions)):
-        doubt = BY_ONE
-    if job.reduction == "sum":  # which is not read of it, and is wrong where penalties stand beside it
-        doubt = conclude(gradient.sizes, shown).doubt if len(shown) == len(gradient.sizes) else None
-        doubt = doubt if doubt is PENALTIES else None
+    doubt = None if job.num_items is not None else _doubt(job, gradient, shown)
     return [*said, *([] if doubt is None else [notices.doubt_notice(*doubt)])]
+
+
+def _doubt(job: Job, gradient: Gradient, shown: Sequence[Reduction]) -> Doubt | None:
+    assert gradient.conclusion is not None
+    if job.reduction == "sum":  # which the user says, and which is wrong where penalties stand beside it
+        found = conclude(gradient.sizes, shown).doubt if len(shown) == len(gradient.sizes) else None
+        return found if found is PENALTIES else None
+    has_ones = gradient.is_kept_from_none and any(map(is_one, gradient.reductions))
+    return gradient.conclusion.doubt or (BY_ONE if has_ones else None)

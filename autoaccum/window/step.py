@@ -382,9 +382,8 @@ class Step:
                 return self._joined_instead(failed, self.transaction.reasons[0], window)
         if isinstance(outcome, Gradient) and self._is_tried:
             self._is_tried = False
-            if not math.isfinite(outcome.loss.item()):  # for a sample of its own, which says nothing of later windows
-                self.transaction.weigh()  # type: ignore[attr-defined]
-                self.tuner.keeps_last = False
+            if not math.isfinite(outcome.loss.item()):  # because of a sample of its own
+                self._weigh()
                 return Repeat(sizes=outcome.own)
         # Whether there is a look is decided alike on all ranks, so by the samples of whoever looks.
         measured = (window if group is None else measured_by_first(window)).num_samples
@@ -612,8 +611,8 @@ class Step:
         if unknown.signature not in layout.rows:
             layout.open(unknown.module)
 
-    def _weigh(self, notice: Notice) -> None:
-        """Weigh micro-batches again, because joined windows are not exact, or do not fit; say so.
+    def _weigh(self, notice: Notice | None = None) -> None:
+        """Weigh micro-batches again; say why, where joined windows are not exact, or do not fit.
 
         Raises:
             NotExactError: the run is strict.
@@ -621,6 +620,8 @@ class Step:
         assert isinstance(self.transaction, JoinableTransaction)
         self.transaction.weigh()
         self.tuner.keeps_last = False
+        if notice is None:
+            return
         self._examiner.withheld.append((notice, None))
         for one in self._examiner.say_withheld():
             self.announcer.tell(one)

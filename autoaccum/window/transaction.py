@@ -25,7 +25,7 @@ from autoaccum.data.batches import flatten
 from autoaccum.errors import ArgumentTypeError
 from autoaccum.loss.conclusions import num_contributing
 from autoaccum.loss.counting import count_each, count_items
-from autoaccum.loss.hypotheses import PLAIN_SUM, STATED, Hypothesis
+from autoaccum.loss.hypotheses import PLAIN_SUM, Hypothesis
 from autoaccum.loss.reductions import plain_mean, read_by, without_graph
 from autoaccum.loss.stated import Computed, LossOf
 from autoaccum.loss.terms import Count, Reduction, divisor_of
@@ -91,7 +91,8 @@ class Transaction:
         self.forward: Forward = self.plain_forward
         """How the loss of a micro-batch is computed; an examiner puts itself around it for the first windows."""
         # What windows are made of, once that is measured; None: each is taken for what its own losses show.
-        self.hypothesis: Hypothesis | None = None if job.num_items is not None else STATED.get(str(job.reduction))
+        is_sum = job.reduction == "sum" and job.num_items is None
+        self.hypothesis: Hypothesis | None = "sum" if is_sum else None
         """How micro-batches add up; set by whoever measures it."""
         self.signs = Signs()
         """What changes where the loss does: compared in each window that is cut."""

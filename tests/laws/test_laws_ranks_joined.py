@@ -278,3 +278,32 @@ def test_an_error_of_one_rank_ends_all_of_them() -> None:
     for found in launch(failing, 2):
         assert not isinstance(found, Ended)
         assert "on one rank alone" in str(found)
+
+
+def clamped(model: Any, batch: Any) -> torch.Tensor:
+    """A sum over all samples, divided by how many of them are an object's."""
+    return model(batch[0]).square().sum() / batch[1].sum().clamp(min=1)  # type: ignore[no-any-return]
+
+
+def with_uncounted() -> Left:
+    """No micro-batch of the last rank has an object in the last window."""
+    torch.manual_seed(0)
+    objects = torch.ones(32, dtype=torch.float64)
+    objects[28:] = 0
+    return fit(
+        nn.Linear(4, 3).double(),
+        (torch.randn(32, 4, dtype=torch.float64), objects),
+        training_step=clamped,
+        num_items=lambda batch: int(batch[1].sum()),
+        optimizer=lambda p: torch.optim.SGD(p, 0.01),
+    )
+
+
+def test_a_loss_that_is_not_counted_on_one_rank_has_all_of_them_join() -> None:
+    (alone,) = launch(with_uncounted, 1)
+    for found in launch(with_uncounted, 2):
+        assert found.is_joined
+        assert found.notices == []
+        assert found.losses == pytest.approx(alone.losses, rel=1e-12)
+        for one, other in zip(found.state, alone.state, strict=True):
+            torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-14)
