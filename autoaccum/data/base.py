@@ -39,6 +39,13 @@ class Window(Protocol):
         """Return the samples at those positions as one batch, where they lie: on the host, unless the data is not."""
 
 
+def in_order(window: Window) -> Any:
+    """Return all samples of a window as one batch, on the device, in the order of the data."""
+    # Windows of samples of different lengths serve the longest first.
+    own = getattr(window, "in_order", None)
+    return window.micro_batch(0, window.num_samples) if own is None else own()
+
+
 class Reader(Protocol):
     """One pass over the data."""
 

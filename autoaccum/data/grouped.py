@@ -136,6 +136,12 @@ class _GroupedWindow:
     def micro_batch(self, start: int, size: int) -> Any:
         return batches.to_device(self.collate(self._items(start, start + size)), self.device, copy=True)
 
+    def in_order(self) -> Any:
+        """Return all samples as one batch on the device, in the order of the data."""
+        items = self._items(0, self.num_samples)
+        order = sorted(range(self.num_samples), key=self.positions.__getitem__)
+        return batches.to_device(self.collate([items[index] for index in order]), self.device, copy=True)
+
     def samples(self, positions: Sequence[int]) -> Any:
         return self.collate([self._items(position, position + 1)[0] for position in positions])
 

@@ -59,6 +59,13 @@ PENALTIES: Doubt = (
 """What speaks against adding up sums in which terms stand that are the same in each micro-batch."""
 
 
+_BY_FACTORS: Doubt = (
+    "it is multiplied by another factor in each micro-batch",
+    "Leave the factor out, pass accumulate='joined', by which it is drawn once for the full batch, or pass num_items= "
+    "where it is a count",
+)
+
+
 def conclude(sizes: Sequence[int], reductions: Sequence[Reduction]) -> Conclusion:
     """Conclude what the losses of a window's micro-batches add up to.
 
@@ -117,7 +124,7 @@ def doubt_of_unknown(reductions: Sequence[Reduction]) -> Doubt | None:
     """Return that the graph of a loss leads to operations that say nothing of it, where that is so."""
     for reduction in reductions:
         found = [term for term in reduction.terms if term.kind == "unknown"]
-        unknown = sorted(set(map(_in_words, found)))
+        unknown = sorted({term.in_words() for term in found})
         if found and all(term.numbers and term.is_one for term in found):  # a mask of one entry
             return BY_ONE if len(reduction.terms) == 1 else SEVERAL
         if unknown:
@@ -159,57 +166,31 @@ def _kind_of(sizes: Sequence[int], terms: Sequence[Term], counts: Sequence[float
     with_items = [(size, count, term) for size, count, term in zip(sizes, counts, terms, strict=True) if count]
     if not with_items:
         return terms[0].kind, None
-    if len({round(math.log(abs(count)), 6) for _, count, _ in with_items}) <= 1:
-        return _kind_of_constant(with_items)
-    # Divisors that vary are counts, and the term a mean. But a factor may vary as well, such as a weight drawn for each
-    # batch, and would be taken for one over a count.
-    known = [(term, float(term.factor), count) for _, count, term in with_items]
-    # All that varies is a divisor that tensors computed: dividing by anything else than a count would make no sense.
-    by_division = all(
-        term.is_counted and not term.is_multiplied and math.isclose(count * factor, 1, rel_tol=1e-4)
-        for term, factor, count in known
-    )
-    # The divisors are whole numbers, none larger than how many numbers there were to count.
-    by_count = all(
-        math.isclose(count, round(count), rel_tol=1e-4, abs_tol=1e-4) and count <= term.numbers * 1.0001
-        for term, _, count in known
-    )
-    # The factor is a constant, so that what varies comes from a mean, which counts by itself.
-    same_factor = len({factor for _, factor, _ in known}) == 1
-    if same_factor or by_division or by_count or proportional(counts, sizes):
-        return "mean", None
-    return "mean", (
-        "it is multiplied by another factor in each micro-batch",
-        "Leave the factor out, pass accumulate='joined', by which it is drawn once for the full batch, or pass "
-        "num_items= where it is a count",
-    )
-
-
-def _kind_of_constant(with_items: Sequence[tuple[int, float, Term]]) -> tuple[Kind, Doubt | None]:
-    """Tell what a term is whose divisor is the same in all micro-batches.
-
-    Args:
-        with_items: of each micro-batch that has items (samples, the divisor, the term).
-    """
-    terms = [term for _, _, term in with_items]
-    numbers = {term.numbers for term in terms}
-    guess = terms[0].kind
-    if all(term.is_items for term in terms) and all(term.is_sure for term in terms):
-        return "mean", None  # counts of targets that happen to be equal
-    if len({size for size, _, _ in with_items}) > 1:
-        # The sizes differ and the divisor does not. Where as many numbers were reduced each time, these are not of the
-        # samples: neither a mean nor a sum over samples would reduce as many.
-        if len(numbers) == 1:
-            reason = f"it reduces {numbers.pop()} numbers in every micro-batch, however many samples there are"
-            return guess, (reason, "Let it end in a mean or a sum over samples")
-        if not any(term.is_counted for term in terms):
-            return "sum", None  # a count of samples would have changed with them
-    elif all(term.is_sure and term.kind == guess for term in terms):
-        # All sizes are the same, so a divisor that is a count is so too: what each micro-batch shows has to do.
-        return guess, None
-    elif len(numbers) > 1 and not any(term.is_counted for term in terms) and guess == "sum":
-        return "sum", None  # what was picked by a mask
-    return guess, (
+    first = with_items[0][2]
+    if len({round(math.log(abs(count)), 6) for _, count, _ in with_items}) > 1:
+        # A divisor that varies is a count, unless it is a factor that is drawn or annealed.
+        known = [(term, float(term.factor.value), count) for _, count, term in with_items]
+        is_one_factor = len({factor for _, factor, _ in known}) == 1 or proportional(counts, sizes)
+        by_division = all(
+            term.factor.tensors == "Div" and math.isclose(count * factor, 1, rel_tol=1e-4)
+            for term, factor, count in known
+        )
+        by_count = all(
+            math.isclose(count, round(count), rel_tol=1e-4) and count <= term.numbers * 1.0001
+            for term, _, count in known
+        )
+        return "mean", None if is_one_factor or by_division or by_count else _BY_FACTORS
+    is_counted = any(term.is_counted for _, _, term in with_items)
+    if len({size for size, _, _ in with_items}) > 1 and not is_counted:
+        # Neither a mean nor a sum over samples reduces as many numbers of more samples.
+        if len({term.numbers for _, _, term in with_items}) == 1:
+            reason = f"it reduces {first.numbers} numbers in every micro-batch, however many samples there are"
+            return first.kind, (reason, "Let it end in a mean or a sum over samples")
+        return "sum", None  # a count of samples would have changed with them
+    # A half stands in many losses.
+    if is_counted or first.averages or all(abs(number) == 2 for number in first.factor.divisors):
+        return first.kind, None
+    return "sum", (
         f"it divides by {with_items[0][1]:g} in every micro-batch, which may be a constant or a count of its own",
         "Divide by the number of samples of the batch that the loss is given (not the window's), or by nothing: "
         'the plain sum; where it sets samples against each other, pass accumulate="joined"',
@@ -236,26 +217,18 @@ def _doubt_of_constants(reductions: Sequence[Reduction], is_sum: bool) -> Doubt 
     return None
 
 
-def _in_words(term: Term) -> str:
-    return "code that torch.compile made" if term.is_compiled else term.operation
-
-
 def proportional(first: Sequence[float], second: Sequence[float]) -> bool:
     """Return whether two lists of counts are the same but for a factor."""
     total, other = sum(first), sum(second)
     return all(math.isclose(a * other, b * total, rel_tol=1e-4) for a, b in zip(first, second, strict=True))
 
 
-def stands_for_none(reduction: Reduction, loss: torch.Tensor, num_samples: int) -> tuple[bool, bool]:
-    """Tell whether a count of 1 stands for a count of 0.
+def stands_for_none(reduction: Reduction, loss: float, num_samples: int) -> bool:
+    """Return whether a count of 1 stands for a count of 0.
 
     A mask's count is kept from 0 by ``clamp(min=1)``; its loss is 0 then, and so is its gradient: only the total has to
     be mended. But the loss of one sample may be 0 as well, by a hinge.
-
-    Returns:
-        (whether a count of 1 is taken for one of 0, whether that is in doubt).
     """
-    # tolist() reads the loss without an operation, which a dispatch mode would see and fail on.
-    if not reduction.terms or not reduction.terms[0].is_one or loss.tolist():
-        return False, False
-    return reduction.terms[0].is_counted or num_samples > 1, num_samples == 1
+    if loss or not reduction.terms or not reduction.terms[0].is_one:
+        return False
+    return reduction.terms[0].is_counted or num_samples > 1

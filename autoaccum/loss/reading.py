@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
-from typing import Any
 
 import torch
 
@@ -41,7 +40,7 @@ class Numbers:
         for reduction in reductions:
             self.want([reduction.items, *reduction.constants])
             for term in reduction.terms:
-                self.want(term.numbers_unread())
+                self.want(term.tensors())
 
     def read(self) -> None:
         """Wait for the device, once, and copy what was asked for."""
@@ -81,17 +80,16 @@ class Numbers:
         return replace(reduction, items=self.count(reduction.items), terms=terms, constants=constants)
 
     def term(self, term: Term) -> Term:
-        """Return a term as it shows itself once its numbers are read."""
-        # Made again rather than mended: whether it is sure depends on its numbers, too.
-        if term.unread is not None:
-            return term.unread.read(self.number).term()
-        return replace(term, divisor=self.count(term.divisor), factor=self.count(term.factor))
-
-    def number(self, value: Count) -> Any:
-        """Return a number that was read; of a tensor of one number, in however many dimensions, that."""
-        if not isinstance(value, torch.Tensor):
-            return value
-        return self.tensor(value).item() if value.numel() == 1 else self.tensor(value).tolist()
+        """Return a term with its numbers on the host."""
+        if not term.is_unread:
+            return term
+        return replace(
+            term,
+            means=self.count(term.means),
+            factor=replace(term.factor, value=self.count(term.factor.value)),
+            weights=tuple([(self.tensor(weights), numbers) for weights, numbers in term.weights]),
+            ones=tuple(map(self.count, term.ones)),
+        )
 
 
 def read_now(reduction: Reduction) -> Reduction:

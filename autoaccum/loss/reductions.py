@@ -26,7 +26,7 @@ import torch
 from autoaccum.loss.graph import MEAN, only_parameters
 from autoaccum.loss.hypotheses import Hypothesis
 from autoaccum.loss.reading import read_now
-from autoaccum.loss.terms import Edge, Factor, Reduction, Term
+from autoaccum.loss.terms import Factor, Reduction, Term
 from autoaccum.loss.walk import Walk
 
 
@@ -40,13 +40,13 @@ def read(loss: torch.Tensor, num_samples: int, *, waits: bool = True) -> Reducti
             ``reading.Numbers``.
     """
     found = _read(loss, num_samples)
-    return read_now(found) if waits and found.terms and any(term.unread for term in found.terms) else found
+    return read_now(found) if waits and found.terms and any(term.is_unread for term in found.terms) else found
 
 
 def _read(loss: torch.Tensor, num_samples: int) -> Reduction:
     root: Any = loss.grad_fn
     if root is None:
-        return Reduction(num_samples, (Term("unknown", operation="no operation at all"),))
+        return Reduction(num_samples, (Term(operation="no operation at all"),))
     if root.name() == "NllLossBackward0" and root._saved_reduction == MEAN:
         # Cross entropy, by far the most frequent loss. On an accelerator its count stays a tensor until the window's
         # end, for reading it would wait for the forward.
@@ -57,26 +57,22 @@ def _read(loss: torch.Tensor, num_samples: int) -> Reduction:
     if not found:  # 0 * outputs.sum(), as is written where there is nothing to learn from
         return Reduction(0.0)
     terms: list[Term] = []
-    entries: list[Edge | None] = []
-    constants: list[tuple[Edge, Factor]] = []  # terms of parameters alone: where they enter, and times what
-    for edge, factor, term in found:
-        if edge is not None and only_parameters(edge.node.next_functions[edge.place][0]):
-            constants.append((edge, factor))
+    constants: list[Factor] = []  # of terms of parameters alone
+    for summand, factor, term in found:
+        if summand is not None and only_parameters(summand):
+            constants.append(factor)
         else:
             terms.append(term)
-            entries.append(edge)
     if not terms:  # a loss without a model, such as ((parameter - targets) ** 2).mean() + ...
-        terms, entries, constants = [term for _, _, term in found], [edge for edge, _, _ in found], []
-    known = [term.divisor for term in terms if term.kind != "unknown" or term.numbers]
+        terms, constants = [term for _, _, term in found], []
+    known = [term.divisor for term in terms if term.numbers or not term.operation]
     return Reduction(
         # Where nothing is known samples count alike, and that it is a guess is announced.
         items=known[0] if known else num_samples,
         terms=tuple(terms),
-        constants=tuple([factor.value for _, factor in constants]),
+        constants=tuple([factor.value for factor in constants]),
         # Of two samples, or of one, the number stands in many losses as a constant.
-        is_shared_out=any(abs(number) == num_samples > 2 for _, factor in constants for number in factor.divisors),
-        edges=tuple([edge for edge, _ in constants]),
-        entries=tuple(entries),
+        is_shared_out=any(abs(number) == num_samples > 2 for factor in constants for number in factor.divisors),
         divisions=tuple(walk.divisions),
     )
 
@@ -127,6 +123,4 @@ def plain_mean(items: float) -> Reduction:
 def without_graph(reduction: Reduction) -> Reduction:
     """Return the same reduction, holding no node: a node would keep the graph's tensors in memory."""
     # A loss of one term, as most are, names none.
-    if not (reduction.edges or (reduction.entries and any(reduction.entries)) or reduction.divisions):
-        return reduction
-    return replace(reduction, edges=(), entries=(), divisions=())
+    return replace(reduction, divisions=()) if reduction.divisions else reduction

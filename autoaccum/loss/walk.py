@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from itertools import accumulate
+from operator import mul
 from typing import Any
 
 import torch
@@ -21,10 +23,10 @@ from autoaccum.loss.graph import (
     sizes_of,
     value_of,
 )
-from autoaccum.loss.terms import Count, Division, Edge, Factor, Shown, Term, divide, is_normalised
+from autoaccum.loss.terms import Count, Division, Factor, Term, divide
 
-Found = tuple[Edge | None, Factor, Term]
-"""A term, with where it enters the loss (None when it is all of the loss), and all factors that it has there."""
+Found = tuple[Any, Factor, Term]
+"""The node by which a term enters a sum (None when it is all of the loss), all factors that it has there, and it."""
 
 _LONGEST = 20_000
 """Steps of a walk: a graph of more is not a loss that a person wrote."""
@@ -39,45 +41,40 @@ class Walk:
         self._found: list[Found] = []
         self.divisions: list[Division] = []
         """Where something is divided by what is not read yet."""
-        # Nodes yet to be visited, each with how it enters the loss and the constants on the way to it. A stack and no
+        # Nodes yet to be visited, each with its summand of the loss and the constants on the way to it. A stack and no
         # recursion: a sum over a list of a thousand losses is a thousand additions deep.
-        self._stack: list[tuple[Any, Edge | None, Factor]] = []
+        self._stack: list[tuple[Any, Any, Factor]] = []
 
     def terms(self, root: Any) -> list[Found]:
         """Find the terms of the loss whose node is ``root``; those of a sum in the order of its summands."""
         self._stack.append((root, None, Factor()))
         steps = 0
         while self._stack:
-            node, edge, factor = self._stack.pop()
+            node, summand, factor = self._stack.pop()
             steps += 1
             if steps > _LONGEST:
-                return [(None, Factor(), Term("unknown", operation="a very long graph"))]
+                return [(None, Factor(), Term(operation="a very long graph"))]
             operation = operation_of(node)
             if operation in ADDITIONS:
-                self._add(node, operation, factor)
-            elif operation == "Neg":
-                self._stack.append((inputs_of(node)[0], edge, replace(factor, sign=-factor.sign)))
-            elif operation in RESHAPED or (operation == "Select" and node._saved_self_sym_sizes == (1,)):
-                self._stack.append((inputs_of(node)[0], edge, factor))
+                self._add(node, factor)
+            elif operation in ("Neg", *RESHAPED) or (operation == "Select" and node._saved_self_sym_sizes == (1,)):
+                self._stack.append((inputs_of(node)[0], summand, factor))
             elif operation in ("Mul", "Div"):
-                self._scale(node, operation, edge, factor)
+                self._scale(node, operation, summand, factor)
             elif operation in ("Mean", "Sum") and not node._saved_self_sym_sizes:  # of what is a scalar already
-                self._stack.append((inputs_of(node)[0], edge, factor))
+                self._stack.append((inputs_of(node)[0], summand, factor))
             else:
-                self._reduce(node, operation, edge, factor)
+                self._reduce(node, operation, summand, factor)
         return self._found
 
-    def _add(self, node: Any, operation: str, factor: Factor) -> None:
-        subtracted = {"Sub": 1, "Rsub": 0}.get(operation)
+    def _add(self, node: Any, factor: Factor) -> None:
         alpha = getattr(node, "_saved_alpha", 1)  # torch.add(a, b, alpha=2) is a + 2 * b
         for index, (child, _) in reversed(list(enumerate(node.next_functions))):  # the first one ends up on top
             if child is not None:
                 scaled = factor if index == 0 or alpha == 1 else factor.times("Mul", float(alpha), True)
-                if index == subtracted:
-                    scaled = replace(scaled, sign=-scaled.sign)
-                self._stack.append((child, Edge(node, index, _above(scaled)), scaled))
+                self._stack.append((child, child, scaled))
 
-    def _scale(self, node: Any, operation: str, edge: Edge | None, factor: Factor) -> None:
+    def _scale(self, node: Any, operation: str, summand: Any, factor: Factor) -> None:
         indices = [index for index, (child, _) in enumerate(node.next_functions) if child is not None]
         if len(indices) == 2:
             # One of the two may be learnt, as in exp(-s) * loss + s: a constant within a window, which is the same in
@@ -85,27 +82,27 @@ class Walk:
             learnt = [only_parameters(child) for child, _ in node.next_functions]
             if learnt == [False, True] or (learnt == [True, False] and operation == "Mul"):
                 child = node.next_functions[learnt.index(False)][0]
-                self._stack.append((child, edge, replace(factor, is_learnt=True)))
+                self._stack.append((child, summand, factor))
             else:
-                self._found.append((edge, factor, _unknown(node)))
+                self._found.append((summand, factor, _unknown(node)))
             return
         constant = constant_beside(node, indices[0])
         if (operation == "Div" and indices[0] == 1) or constant is None:  # one over the loss, or a weight a number
-            self._found.append((edge, factor, _unknown(node)))
+            self._found.append((summand, factor, _unknown(node)))
             return
         value, is_number = constant
         if isinstance(value, float) and value == 0 and operation == "Mul":
             return  # as in loss + 0.0 * outputs.sum()
         self._note_division(node, indices[0], operation, value)
         child = node.next_functions[indices[0]][0]
-        self._stack.append((child, edge, factor.times(operation, value, is_number)))
+        self._stack.append((child, summand, factor.times(operation, value, is_number)))
 
     def _note_division(self, node: Any, place: int, operation: str, number: Count) -> None:
         # A number of the program, or of the host, is known by now: a mean over nothing is told from it at once.
         if isinstance(number, torch.Tensor):
             self.divisions.append(Division(node, place, operation == "Mul", number))
 
-    def _reduce(self, node: Any, operation: str, edge: Edge | None, factor: Factor) -> None:
+    def _reduce(self, node: Any, operation: str, summand: Any, factor: Factor) -> None:
         """Note the term that a node reduces a tensor to; the scalars of a list go back to the stack instead."""
         descent = _Descent(self._num_samples, factor)
         inner = node
@@ -117,14 +114,14 @@ class Walk:
             operation = operation_of(inner)
             if operation in ("Stack", "Cat") and descent.is_of_list(length := len(inner.next_functions)):
                 if length == self._num_samples > 1:  # the list may be of losses, or of samples
-                    term = Term("unknown", operation="a list as long as the batch")
-                    self._found.append((edge, descent.factor, term))
+                    term = Term(operation="a list as long as the batch")
+                    self._found.append((summand, descent.factor, term))
                 else:
-                    self._split(inner, descent, edge)
+                    self._split(inner, descent, summand)
                 return
-        self._found.append((edge, descent.factor, descent.term(node)))
+        self._found.append((summand, descent.factor, descent.term(node)))
 
-    def _split(self, node: Any, descent: _Descent, edge: Edge | None) -> None:
+    def _split(self, node: Any, descent: _Descent, summand: Any) -> None:
         """Put the scalars of a list on the stack, each perhaps with a weight of its own."""
         factor = replace(descent.factor, value=divide(descent.factor.value, descent.divisor))
         weights = descent.weights
@@ -134,14 +131,8 @@ class Walk:
             share = factor
             if weights is not None and weights.numel() == len(node.next_functions):
                 share = replace(factor, value=factor.value * value_of(weights.flatten()[index]))
-            # A list of one is what is in it: it enters the loss above whatever it is multiplied with.
-            own = Edge(node, index, _above(share)) if len(node.next_functions) > 1 else edge
-            self._stack.append((part, own, share))
-
-
-def _above(factor: Factor) -> Count | None:
-    """Return what stands between the loss and what enters it by an edge."""
-    return None if factor.is_learnt else factor.value * factor.sign
+            # A list of one is what is in it.
+            self._stack.append((part, part if len(node.next_functions) > 1 else summand, share))
 
 
 class _Descent:
@@ -153,12 +144,11 @@ class _Descent:
     __slots__ = (
         "_averaged",
         "_counts_items",
-        "_is_suspect",
         "_num_samples",
+        "_ones",
         "_shapes",
         "_summed",
-        "_unread_ones",
-        "_unread_weights",
+        "_weights",
         "divisor",
         "factor",
         "number",
@@ -175,9 +165,9 @@ class _Descent:
         self._summed: list[int] = []  # and of those that were summed
         self._shapes: list[tuple[int, ...]] = []  # of what was reduced, the first one nearest to the loss
         self._counts_items = False  # whether the divisor is that of a loss which counts its targets
-        self._is_suspect = False  # whether there are weights of the samples that sum to one
-        self._unread_weights: list[tuple[torch.Tensor, int]] = []  # those of which that is to be read off a device
-        self._unread_ones: list[torch.Tensor] = []  # weights of one number, likewise
+        # Weights of the samples: their sum, the least and the most, which may lie on a device, and how many there are.
+        self._weights: list[tuple[torch.Tensor, int]] = []
+        self._ones: list[Count] = []  # weights of one number
 
     def takes_in(self, node: Any, operation: str) -> bool:
         """Take a node in; return whether what lies under it is to be taken in as well."""
@@ -199,8 +189,7 @@ class _Descent:
         extents = [sizes[d] for d in dimensions]
         if 0 in dimensions:
             # The samples are reduced under the weights, which then are not theirs, but of classes, say.
-            self._is_suspect = False
-            self._unread_weights.clear()
+            self._weights.clear()
         if operation == "Mean":
             self._averaged.extend(extents)
             self.divisor = self.divisor * math.prod(extents)
@@ -249,19 +238,11 @@ class _Descent:
         """Take in a constant for each number: it changes what is summed, and not what the sum is divided by."""
         self.weights = weights if operation == "Mul" else None
         is_of_samples = len(weights) == self._num_samples > 1 and weights.ndim == len(self._shapes[-1])
-        is_unread = weights.device.type not in ("cpu", "meta")
         if operation == "Mul" and is_of_samples and weights.is_floating_point() and not weights.is_meta:
             # By operations rather than over the list of all: there may be millions.
-            found = weights.sum(), weights.min(), weights.max()
-            if is_unread:
-                self._unread_weights.append((torch.stack(found), weights.numel()))
-            else:
-                total, least, most = [number.item() for number in found]
-                self._is_suspect = self._is_suspect or is_normalised(total, least, most, weights.numel())
-        elif of_each and is_unread:
-            self._unread_ones.append(weights)
-        elif of_each and weights.item() == 1:  # a weight of one, or one that was divided by itself
-            self.factor = self.factor.times("Div", 1.0, True)
+            self._weights.append((torch.stack([weights.sum(), weights.min(), weights.max()]), weights.numel()))
+        elif of_each and not weights.is_meta:
+            self._ones.append(value_of(weights))
 
     def is_of_list(self, length: int) -> bool:
         """Return whether nothing was reduced but a list of ``length`` scalars."""
@@ -271,19 +252,26 @@ class _Descent:
         """Return what was gathered as a term; ``node`` is the one that made the scalar."""
         if not self._shapes:
             return _unknown(node)
-        return Shown(
-            num_samples=self._num_samples,
-            averaged=tuple(self._averaged),
-            summed=tuple(self._summed),
-            shapes=tuple(self._shapes),
+        return Term(
+            means=self.divisor,
             factor=self.factor,
-            divisor=self.divisor,
+            averages=self._averages(),
+            numbers=math.prod(self._shapes[-1]),
             counts_items=self._counts_items,
-            is_suspect=self._is_suspect,
-            weights=tuple(self._unread_weights),
-            ones=tuple(self._unread_ones),
-        ).term()
+            weights=tuple(self._weights),
+            ones=tuple(self._ones),
+        )
+
+    def _averages(self) -> bool:
+        """Return whether samples look averaged."""
+        n = self._num_samples
+        if n in self._averaged or (self._averaged and n not in self._summed):
+            return True
+        # What the program divides by may be what the first dimensions of a shape hold, such as samples * times.
+        counts = {count for shape in self._shapes for count in accumulate(shape, mul)} | {n}
+        numbers = (*self.factor.divisors, *(1 / number for number in self.factor.multipliers))
+        return any(math.isclose(abs(number), count) for number in numbers for count in counts if count > 1 or n == 1)
 
 
 def _unknown(node: Any) -> Term:
-    return Term("unknown", operation=operation_of(node))
+    return Term(operation=operation_of(node))

@@ -95,9 +95,10 @@ def evaluate(
     """Return the loss and the metrics of a model on data, the same whatever the micro-batches of a mean, or of a sum.
 
     The model is evaluated where it lies, in eval mode, and left as it was: modes, buffers, gradients, random states.
-    Where it is in doubt what the loss is a mean over, beside num_items say, a few samples are computed again at the
-    end, with other cuts; an AutoaccumWarning says where the loss depends on these. Under several ranks each process
-    that calls this evaluates all of the data.
+    The loss of the first 15 samples is compared with that of their micro-batches. If they differ, micro-batches are
+    joined: the loss is the mean over batches of max_micro_batch samples. Beside num_items or reduction, or where data
+    are read but once, an AutoaccumWarning says how far it is off. Under several ranks each process that calls this
+    evaluates all of the data.
 
     Args:
         model: the module, on its device; not sharded.
@@ -108,7 +109,7 @@ def evaluate(
         reduction: as for ``fit``: a "sum" beside num_items is divided by what these count in all of the data.
         metrics: names and functions (outputs, targets) -> one value per sample or item, as for ``fit``.
         precision: fp32 (as the model is), bf16 or fp16 (both by autocast).
-        max_micro_batch: the most samples to run at once; 1,024 when left out.
+        max_micro_batch: the most samples to run at once; 1,024 when left out. Joined, the samples of a batch.
         memory_limit: device memory this process may use, as bytes, "8GiB", a share such as 0.5, or a function () -> one
             of these.
         collate_fn: makes a batch of a list of samples.
@@ -150,7 +151,8 @@ def evaluate(
         validator = validator_of(
             ComparingValidator, model, [*modules_of(model, loss_fn, training_step), *held], given, checked[split_of],
             place, loss_of=loss_of, of_outputs=loss_fn is not None, num_items=num_items, autocast=context,
-            emit=announcer.tell, is_doubtful=num_items is not None and reduction is None,
+            emit=announcer.tell, is_stated=num_items is not None and reduction is not None,
+            is_given=num_items is not None or reduction is not None, most=max_micro_batch or MOST,
             metrics=Metrics(metrics, model, of=of, autocast=context) if metrics else None,
         )  # fmt: skip
         if metrics:

@@ -19,7 +19,6 @@ from autoaccum.data.sources import shuffles
 from autoaccum.data.splits import SplitLike, split_of
 from autoaccum.errors import ArgumentError, DataError
 from autoaccum.loss.functions import call, call_on_batch
-from autoaccum.loss.terms import Reduction
 from autoaccum.memory.devices import being_current, current_device_kept
 from autoaccum.memory.limit import MemoryLimit
 from autoaccum.planning.attempts import Piece
@@ -29,7 +28,7 @@ from autoaccum.training.options import CHECKS, OF_FIT, modules_of
 from autoaccum.training.setup import place_of
 from autoaccum.training.synonyms import answering
 from autoaccum.training.validation import Validator
-from autoaccum.training.validation_losses import Loss, OneLoss
+from autoaccum.training.validation_losses import Loss
 from autoaccum.window.precision import Precision, autocast
 
 
@@ -184,7 +183,7 @@ class Predictor(Validator):
         # in the order of the data, and those that were done are those before them.
         places = getattr(self._window, "positions", None)
         found.positions = list(range(done, done + size) if places is None else places[start : start + size])
-        return OneLoss(0.0, Reduction(0.0), size), {}, found
+        return Loss({}, {}, size), {}, found
 
     def joined(self) -> Any:
         """Return the outputs of all samples, in the order of the data.

@@ -521,6 +521,8 @@ def validator_of(
     metrics = arguments.metrics
     # Put into eval mode together; a loss may hold dropout, and a metric that is a module too.
     modules: Sequence[nn.Module] = [*arguments.modules(), *metric_modules(arguments)]
+    window_samples = checked[schedule_of].at(Progress())
+    num_items, reduction = step.job.num_items, step.job.reduction
     kind: Any = Validator
     if isinstance(step.transaction, ShardedTransaction):
         transaction, tuner = step.transaction, step.tuner
@@ -552,11 +554,14 @@ def validator_of(
     )
     validator.set_fewest(arguments.min_micro_batch or 1)
     # Whoever passes the whole window does so for a loss that compares samples, of which a few are another loss.
-    if isinstance(arguments.micro_batch, int) and arguments.micro_batch >= checked[schedule_of].at(Progress()):
+    if isinstance(arguments.micro_batch, int) and arguments.micro_batch >= window_samples:
         validator.begin_with(arguments.micro_batch)
     validator.has_outputs = lambda: step.transaction.outputs.are_there
+    stated = "items" if reduction == "mean" else None
+    validator.weigh(lambda: step.transaction.hypothesis or stated)
     if isinstance(joinable := step.transaction, JoinableTransaction):
-        validator.join(lambda: joinable.layout, checked[schedule_of].at(Progress()))
+        validator.join(lambda: joinable.layout, window_samples)
+        validator.joins_doubtful = num_items is None and reduction is None
     if metrics:
         # On the model as it is: a compiled one would be compiled for batches of one sample and of two.
         tried = Metrics(metrics, arguments.model, of=of, autocast=context, split=step.job.split)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -13,16 +13,16 @@ from torch import nn
 
 from autoaccum._kinds import entries, every, one_of
 from autoaccum.data import batches, randomness
-from autoaccum.data.base import Source, Window
+from autoaccum.data.base import Source, Window, in_order
 from autoaccum.errors import ArgumentError, DataError, EmptyDatasetError, LossWithoutGradError, NothingFitsError
 from autoaccum.events import Event, Notice, OutOfMemory, Validated
 from autoaccum.loss.counting import count_items
 from autoaccum.loss.functions import inputs_and_targets
 from autoaccum.loss.graph import graph_alone
+from autoaccum.loss.hypotheses import Hypothesis
 from autoaccum.loss.reductions import read, without_graph
 from autoaccum.loss.stated import Computed, CountItems, LossOf
 from autoaccum.loss.terms import Count, Reduction
-from autoaccum.loss.values import Values
 from autoaccum.memory import clock
 from autoaccum.memory.base import Memory
 from autoaccum.memory.limit import Limit
@@ -34,7 +34,7 @@ from autoaccum.planning.saved import TRIALS
 from autoaccum.planning.trials import Trials
 from autoaccum.training.evaluating_joined import JoinedEvaluations
 from autoaccum.training.metrics import Metrics, SharedTree, Sums
-from autoaccum.training.validation_losses import CountedLosses, Loss, Losses, OneLoss, terms_of
+from autoaccum.training.validation_losses import Loss, Losses
 from autoaccum.training.validation_losses import read as read_all
 from autoaccum.window.attributes import Attributes
 from autoaccum.window.outputs import Outputs
@@ -105,6 +105,7 @@ class Validator:
         self._num_items = num_items
         self._window_samples = 0
         self._trained_layout: Callable[[], Layout | None] = lambda: None
+        self._hypothesis: Callable[[], Hypothesis | None] = lambda: None
         self._joined = JoinedEvaluations(model, device)
         self._is_joined = False  # else losses of micro-batches are averaged
         self._autocast = autocast
@@ -115,6 +116,8 @@ class Validator:
         self._patience = patience
         self._snapshot = snapshot
         self._is_enforced = limit.is_enforced
+        self.joins_doubtful = False
+        """Whether micro-batches are joined where graphs speak against weighting them, and nothing was measured."""
         self.has_outputs: Callable[[], bool] = bool
         """() -> whether losses are known to come with outputs; for whoever knows it of training to set."""
         self._beside = Outputs(joins=False)  # tensors of a whole pass may be more than the host holds
@@ -164,16 +167,7 @@ class Validator:
             self._is_joined = self._joined.follow(self._trained_layout())
 
             def size(seen: int) -> int:
-                """Return how many samples to read next: all that are left, where fewer than may be would remain."""
-                wanted, total = self._trials.size(ceiling), self._source.num_samples
-                if self._is_joined:
-                    left = math.inf if total is None else total - seen
-                    # Two halves rather than a window and a few samples more, which would be of another loss.
-                    is_odd = self._window_samples < left < 2 * self._window_samples
-                    return -(-int(left) // 2) if is_odd else self._window_samples
-                if total is None or not wanted < total - seen < wanted + self._fewest:
-                    return wanted
-                return total - seen
+                return self._next_size(seen, ceiling)
 
             # Always as in the first epoch, so that all validations see the same samples in the same order.
             reader = self._source.read(0, lambda position: (size(position),))
@@ -189,10 +183,16 @@ class Validator:
                     if self._is_joined:  # by one piece all of it has run
                         break
                 num_samples += window.num_samples
+                self._ran(window, losses)
         if num_samples == 0:
             raise EmptyDatasetError("validation_data", _NOTHING)
         metrics = insist(lambda: self._read_all(losses), "the losses and the metrics of a validation were read")
-        loss, named = losses.joined()
+        if self.joins_doubtful and not self._is_joined and self._hypothesis() is None and losses.are_doubtful():
+            # Nothing of training is split, of which it is measured: this is the first split that there is.
+            layout = Layout(self._modules)
+            self.join(lambda: layout, self._window_samples)
+            return self._run(step, epoch, training_micro_batch)
+        loss, named = losses.joined(None if self._is_joined else self._hypothesis())
         found = self._agreed(
             Validated(
                 step=step,
@@ -205,11 +205,22 @@ class Validator:
             )
         )
         self._emit(found)
-        self._passed(losses)
         return found.loss
 
-    def _passed(self, losses: Losses) -> None:
-        """Hear that a pass is over."""
+    def _ran(self, window: Window, losses: Losses) -> None:
+        """Hear that a window has run, and of all losses so far."""
+
+    def _next_size(self, seen: int, ceiling: int) -> int:
+        """Return how many samples to read next: all that are left, where fewer than may be would remain."""
+        wanted, total = self._trials.size(ceiling), self._source.num_samples
+        if self._is_joined:
+            left = math.inf if total is None else total - seen
+            # Two halves rather than a window and a few samples more, which would be of another loss.
+            is_odd = self._window_samples < left < 2 * self._window_samples
+            return -(-int(left) // 2) if is_odd else self._window_samples
+        if total is None or not wanted < total - seen < wanted + self._fewest:
+            return wanted
+        return total - seen
 
     def _agreed(self, found: Validated) -> Validated:
         """Return what is told of a pass."""
@@ -220,6 +231,14 @@ class Validator:
         read_all([losses, self._beside, *([] if self._metrics is None else [self._metrics])])
         outputs = {name: float(mean) for name, mean in self._beside.means().items()}
         return outputs if self._metrics is None else outputs | self._metrics.read()  # of one name the metric counts
+
+    def weigh(self, hypothesis: Callable[[], Hypothesis | None]) -> None:
+        """Weigh micro-batches as windows of training are weighed.
+
+        Args:
+            hypothesis: () -> what losses were measured to be there; None where nothing was measured.
+        """
+        self._hypothesis = hypothesis
 
     def join(self, layout: Callable[[], Layout | None], num_samples: int) -> None:
         """Compute the loss of windows of so many samples at once while windows of training are joined.
@@ -248,7 +267,7 @@ class Validator:
 
         count = window.num_samples
         self._joined.measure(count, few)
-        return self._joined.run(count, size, lambda: self._outcome(lambda: window.micro_batch(0, count), count))
+        return self._joined.run(count, size, lambda: self._outcome(lambda: in_order(window), count))
 
     def beside(self, window: Window, compared: Callable[[Any, Any], list[Notice]]) -> list[Notice]:
         """Return what is said of a micro-batch of a window that is trained on, and one of these data beside it.
@@ -451,7 +470,9 @@ class Validator:
         if counted is not None:
             return self._counted(batch, size, counted)
         if self._is_joined:
-            return OneLoss(self._without_graph(batch), Reduction(size), size)
+            return self._alike(batch, Reduction(size), size)
+        if self._hypothesis() == "sum":
+            return self._alike(batch, Reduction(1.0), size)
         ways, is_untold = list(self._ways), False
         while self._ways:
             try:
@@ -465,7 +486,7 @@ class Validator:
                 # A loss without a gradient, an accuracy say, has no graph to be read: nothing has gone wrong.
                 is_untold = not self._ways and not isinstance(error, LossWithoutGradError)
         try:
-            loss = OneLoss(self._without_graph(batch), Reduction(size), size)
+            loss = self._alike(batch, Reduction(size), size)
         except Exception:  # so that there is none, which says nothing of how others can be read
             self._ways[:] = ways
             raise
@@ -476,38 +497,45 @@ class Validator:
     def _counted(self, batch: Any, size: int, counted: Count | dict[str, Count]) -> Loss:
         """Return the loss of a micro-batch whose items the user counts."""
         if isinstance(counted, dict):
-            loss = self._without_graph(batch)
-            terms = (self._computed.terms if self._computed is not None else None) or {"": loss}
-            values = {name: term.detach().clone() for name, term in terms.items()}
-            return CountedLosses(values, {name: counted.get(name, size) for name in terms})
+            losses = self._by_name(self._without_graph(batch))
+            return _kept(losses, {name: Reduction(counted.get(name, size)) for name in losses}, size)
         try:
             # A count that is on a device is read at the end, with the loss: of 0 that is 0 / 0, and left out there.
             if isinstance(counted, torch.Tensor) or counted:
-                return OneLoss(self._without_graph(batch), Reduction(counted), size)
+                return _kept({"": self._without_graph(batch)}, {"": Reduction(counted)}, size)
             # Its samples have outputs all the same, where any have.
             if self._beside.are_there or self.has_outputs():
                 self._without_graph(batch)
         except ZeroDivisionError:  # of code that counts on the host
             if counted:
                 raise
-        return OneLoss(0.0, Reduction(0.0), size)
+        return Loss({"": torch.tensor(0.0)}, {"": Reduction(0.0)}, size)
+
+    def _alike(self, batch: Any, reduction: Reduction, size: int) -> Loss:
+        """Return the loss of a micro-batch, whose graph has no say in how it counts."""
+        losses = self._by_name(self._without_graph(batch))
+        return _kept(losses, dict.fromkeys(losses, reduction), size)
+
+    def _by_name(self, loss: torch.Tensor) -> dict[str, torch.Tensor]:
+        """Return each loss that the last forward returned, by its name."""
+        if self._computed is None or not self._computed.terms:
+            return {"": loss}
+        # Numbers in the place of losses have no names.
+        rest = {"": torch.tensor(self._computed.rest)} if self._computed.rest else {}
+        return {**self._computed.terms, **rest}
 
     def _without_graph(self, batch: Any) -> torch.Tensor:
         """Return the loss of a micro-batch, of which a graph would tell nothing."""
         with torch.no_grad(), self._autocast():
-            return self._compute(self._model, batch).clone()
+            return self._compute(self._model, batch)
 
     def _read(self, batch: Any, size: int, way: str) -> Loss:
-        """Return a loss of which a graph is kept, and what each of its terms is a mean over, as the graph tells."""
+        """Return a loss of which a graph is kept, and what it is a mean over, as the graph tells."""
         model = self._outputs if way == _LOSS_GRAPH else self._model
-        with torch.enable_grad() if way == _WHOLE_GRAPH else graph_alone(), self._autocast(), Values() as values:
+        with torch.enable_grad() if way == _WHOLE_GRAPH else graph_alone(), self._autocast():
             loss = self._compute(model, batch)
-        waits = self._device.type == "cpu"
-        computed, reduction = self._computed or Computed(loss), without_graph(read(loss, size, waits=waits))
-        # Of several losses one may be all that is left where the others have nothing: it goes by its name all the same.
-        if computed.terms or len(reduction.terms) + len(reduction.constants) > 1:
-            return terms_of(computed, size, values, waits=waits)
-        return OneLoss(loss.detach().clone(), reduction, size)
+        losses, waits = self._by_name(loss), self._device.type == "cpu"
+        return _kept(losses, {name: without_graph(read(one, size, waits=waits)) for name, one in losses.items()}, size)
 
     def _outputs(self, *args: Any, **kwargs: Any) -> Any:
         """Return the model's outputs without its graph: the loss makes one of its own, which is all that is read."""
@@ -550,6 +578,11 @@ _BY_SAMPLES = Notice(
     consequence="It is averaged over samples, and so may depend on the micro-batch of validation",
     cure="Pass num_items=(micro-batch) -> how many items its loss is a mean over",
 )
+
+
+def _kept(losses: Mapping[str, torch.Tensor], reductions: Mapping[str, Reduction], size: int) -> Loss:
+    # They may lie in memory that the next ones are written to.
+    return Loss({name: loss.detach().clone() for name, loss in losses.items()}, reductions, size)
 
 
 def _with_grad(leaf: Any) -> Any:

@@ -72,6 +72,9 @@ def why_uncertain(
     unknown = [term for term in terms if term.kind == "unknown" and not (term.is_compiled and counts_samples)]
     if not all(term.numbers for term in unknown):
         return HIDDEN
+    # A term that some micro-batches lack is over other items than the rest.
+    if len({max(1, len(reduction.terms)) for reduction in found}) > 1:
+        return SEVERAL
     # As long as each sample counts alike, it is no matter what is counted.
     if are_alike(sizes, counts):
         return None

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import gc
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import islice
 from typing import Any
 
+import numpy as np
 import torch
+from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 
 from autoaccum.data.base import Window
@@ -16,18 +20,26 @@ from autoaccum.events import Joined
 from autoaccum.memory import clock
 from autoaccum.memory.oom import RanOut, attempt, is_out_of_memory
 from autoaccum.verification import notices
-from autoaccum.verification.comparison import Error
+from autoaccum.verification.comparison import MOST_ROUNDING, Error
 from autoaccum.verification.draws import Recording, UnalignedError, UnsettledError, drawing_nothing
 from autoaccum.verification.findings import NotFiniteError, ZeroGradientError
+from autoaccum.verification.floors import is_right_in_64_bits
 from autoaccum.verification.measurement import Measurement
 from autoaccum.verification.rows import COUNTS, OF_16_BITS, RowChecks, RowsOfDraws, sizes_of
 from autoaccum.verification.samples import choose
+from autoaccum.window.attributes import Attributes, objects_of
 from autoaccum.window.job import Job
-from autoaccum.window.split_calls import Layout, MovedError, NotRowsError, SplitCalls, called_children
+from autoaccum.window.split_calls import Layout, MovedError, NotRowsError, SplitCalls, called_children, version_of
 from autoaccum.window.state import State
 
 _SETTINGS = frozenset((bool, int, float, str))
 """Types of attributes that say how a module computes."""
+_SMALL_BYTES = 256
+"""Bytes of an array that may be a setting, and entries of a container that are looked at."""
+_COUNTER = "num_batches_tracked"
+"""A buffer of BatchNorm that moves in each step."""
+_DEEPEST = 2
+"""Containers in containers that are looked into."""
 _MOST_TRIES = 200
 """Modules that may be opened in backward, one after the other."""
 
@@ -51,8 +63,6 @@ class JoinedVerdict:
     """Whether the step fails on a few samples by themselves."""
     share: float = 1.0
     """Bytes that are held for the backward of a joined window, as a fraction of those of the full batch."""
-    num_calls: int = 0
-    """Calls that were split."""
     sizes: tuple[int, ...] = ()
     """Samples of each micro-batch."""
 
@@ -122,8 +132,6 @@ def measure_joined(
                 outcome = again if isinstance(again, RanOut) else replace(again, share=share)
     if isinstance(outcome, RanOut):
         return JoinedVerdict(unmeasured="memory ran out in the attempt")
-    if outcome.passed and not outcome.num_calls:
-        return JoinedVerdict(unmeasured="no call of a module can be split")
     return outcome
 
 
@@ -176,23 +184,36 @@ class Joiner:
     def __init__(self, job: Job) -> None:
         """Begin with nothing measured."""
         self.job = job
-        self._rounds = self._surprises = 0
+        self._rounds = 0
         self._modes: list[bool] | None = None
-        self._settings: list[Any] | None = None
-        self._layers = [part for module in job.modules for part in module.modules()]
+        self._settings: dict[Any, Any] = {}
+        self._seen: Attributes | None = None  # all that settings are among
+        self._flags: list[tuple[torch.Tensor, int]] = []  # tensors that may be written to, with their versions
+        self._changes = Counter[Any]()  # of each setting
 
     def is_due(self, modes: list[bool], number: int) -> bool:
         """Return whether a joined window is to be measured; to be asked once a window.
 
-        That is the second one, the 10th, 100th and so on, and one of modules in other modes, or with other settings
-        (attributes that are plain values); of settings that change all the time ever fewer.
+        That is the second one, the 10th, 100th and so on, and one of modules with other layers, hooks or settings
+        (attributes that are plain values); of a setting that changes all the time ever fewer. Modes and flags are known
+        of each kind of call.
         """
-        settings = [v for layer in self._layers for v in vars(layer).values() if type(v) in _SETTINGS]
-        is_new, self._settings = settings != self._settings and self._settings is not None, settings
-        self._surprises += is_new
+        before = self._settings
+        if self._seen is None or self._seen.have_changed() or any(version_of(one) != seen for one, seen in self._flags):
+            self._look_at_settings()
+        changed = [key for key, value in self._settings.items() if before and before.get(key, before) != value]
+        self._changes.update(changed)
+        is_surprising = any(not self._changes[key] & (self._changes[key] - 1) for key in changed)
         is_round = number >= 10 and str(number).rstrip("0") == "1"
-        is_surprising = is_new and not self._surprises & (self._surprises - 1)
-        return self._rounds < self._ROUNDS or modes != self._modes or is_round or is_surprising
+        return self._rounds < self._ROUNDS or is_round or is_surprising
+
+    def _look_at_settings(self) -> None:
+        layers = list({id(part): part for module in self.job.modules for part in module.modules()}.values())
+        owners = [*layers, *objects_of(layers)]
+        self._seen, self._settings = Attributes(owners), _settings_of(layers, owners)
+        counters = {id(dict(layer.named_buffers(recurse=False)).get(_COUNTER)) for layer in layers}
+        small = [one for one in self._seen.tensors() if id(one) not in counters and _is_small(one)]
+        self._flags = [(one, version_of(one)) for one in small]
 
     def measure(
         self,
@@ -229,6 +250,7 @@ class Joiner:
         if is_shared and any(p._backward_hooks for p in parameters):
             return None, None, "hooks of parameters see on each rank what its own samples add to the gradient"
         is_new, layout = layout is None, layout or Layout(self.job.modules)
+        layout.name_modules()
         found = measure_joined(self.job, window, layout, most=most, needs_share=is_new, **how)
         if found.layout is None:
             return None, None, found.unmeasured
@@ -236,11 +258,32 @@ class Joiner:
 
     def state_dict(self) -> dict[str, Any]:
         """Return what was measured, for a checkpoint."""
-        return {"rounds": self._rounds, "modes": self._modes, "surprises": self._surprises}
+        return {"rounds": self._rounds, "modes": self._modes}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Put back what ``state_dict`` returned."""
-        self._rounds, self._modes, self._surprises = state["rounds"], state["modes"], state["surprises"]
+        self._rounds, self._modes = state["rounds"], state["modes"]
+
+
+def _settings_of(layers: Sequence[nn.Module], owners: Sequence[Any]) -> dict[Any, Any]:
+    """Return by what layers compute beside their weights: hooks, plain values; by where each lies.
+
+    Args:
+        layers: of the modules.
+        owners: these, and the objects that they hold.
+    """
+    found: dict[Any, Any] = {"layers": [(id(layer), type(layer)) for layer in layers]}
+    for layer in layers:
+        hooks = layer._forward_hooks, layer._forward_pre_hooks, layer._backward_hooks, layer._backward_pre_hooks
+        found[id(layer), ""] = [list(own) for own in hooks]
+        for name, buffer in layer._buffers.items():
+            if buffer is not None and name != _COUNTER and _is_small(buffer):
+                found[id(layer), name] = buffer.tolist()
+    for owner in owners:
+        for name, value in vars(owner).items():
+            if not (isinstance(owner, nn.Module) and name.startswith("_")):
+                _note(found, (id(owner), name), value, 0)
+    return found
 
 
 class _JoinedMeasurement(Measurement):
@@ -258,13 +301,13 @@ class _JoinedMeasurement(Measurement):
         self.run_whole()
         checks = RowChecks()
         try:
-            error, num_calls = self._opened(layout, sizes, checks, is_known=is_known)
+            error = self._opened(layout, sizes, checks, is_known=is_known)
         except (UnalignedError, UnsettledError):
             if not self.draws_anything:
                 raise
             self._put_back()
             self.with_constants()
-            error, num_calls = self._opened(layout, sizes, checks, is_known=is_known)
+            error = self._opened(layout, sizes, checks, is_known=is_known)
         return JoinedVerdict(
             layout=layout,
             error=error.relative,
@@ -272,7 +315,6 @@ class _JoinedMeasurement(Measurement):
             tensor=None if error.tensor is None else self.names[error.tensor],
             samples=self.num_samples,
             share=self._share_of(layout, sizes) if needs_share and not is_known else 1.0,
-            num_calls=num_calls,
             sizes=sizes,
         )
 
@@ -280,28 +322,26 @@ class _JoinedMeasurement(Measurement):
     def _bound(self) -> float:
         return OF_16_BITS if self.is_rounded else self.tolerance
 
-    def _opened(
-        self, layout: Layout, sizes: tuple[int, ...], checks: RowChecks, *, is_known: bool
-    ) -> tuple[Error, int]:
+    def _opened(self, layout: Layout, sizes: tuple[int, ...], checks: RowChecks, *, is_known: bool) -> Error:
         for _ in range(_MOST_TRIES):
             before = layout.state_dict()
             try:
                 if is_known and not checks.reasons:
                     found = self._run_split(layout, sizes, None)
-                    if found[0].relative <= self._bound:
+                    if self._is_right(found, layout, sizes):
                         return found
                 # Once with each call measured, which opens what cannot be split; and then as windows run.
                 self._run_split(layout, sizes, checks)
                 # What is never called itself, as where a step calls methods of a model, has children that are.
                 uncalled = [m for m in layout.split() if id(m) not in self._called and any(called_children(m))]
                 if not uncalled:
-                    error, num_calls = self._run_split(layout, sizes, None)
-                    if error.relative <= self._bound or not layout.split():
-                        return error, num_calls
+                    error = self._run_split(layout, sizes, None)
+                    if self._is_right(error, layout, sizes) or not layout.split():
+                        return error
                     # Rows agree, and something else does not: the modules' own code runs on everything then.
                     uncalled = [m for m in layout.split() if id(m) in self._called]
                     if not uncalled:
-                        return error, num_calls
+                        return error
                 for module in uncalled:
                     layout.open(module)
             except NotRowsError as error:
@@ -312,15 +352,27 @@ class _JoinedMeasurement(Measurement):
                     layout.open(error.module)
                 layout.copy(error.module)
             except Exception as error:
-                # What calls left behind while they were measured may be what the step has stumbled over.
-                if is_out_of_memory(error) or layout.state_dict() == before:
+                called = [m for m in layout.split() if id(m) in self._called]
+                # What calls left behind while they were measured may be what the step has stumbled over. Else it wants
+                # more of a call than its outputs: what a hook has kept, or the graph between two of them.
+                if is_out_of_memory(error) or (layout.state_dict() == before and not called):
                     raise
+                for module in called if layout.state_dict() == before else ():
+                    layout.open(module)
             for p in self.parameters:
                 p.grad = None
             self._put_back()
-        return Error(float("inf"), None), 0
+        return Error(float("inf"), None)
 
-    def _run_split(self, layout: Layout, sizes: tuple[int, ...], checks: RowChecks | None) -> tuple[Error, int]:
+    def _is_right(self, error: Error, layout: Layout, sizes: tuple[int, ...]) -> bool:
+        """Return whether a gradient is that of the whole but for rounding, of which 64 bits may have to tell."""
+        if self._bound < error.relative < MOST_ROUNDING and is_right_in_64_bits(
+            self, lambda: self._run_split(layout, sizes, None).relative
+        ):
+            self.tolerance = error.relative
+        return error.relative <= self._bound
+
+    def _run_split(self, layout: Layout, sizes: tuple[int, ...], checks: RowChecks | None) -> Error:
         whole = tuple(range(self.num_samples))
         draws: Any = self._draws
         if isinstance(draws, Recording):
@@ -331,14 +383,14 @@ class _JoinedMeasurement(Measurement):
         split = SplitCalls(
             layout, sizes, self.job.device, generators=self.state.generators(), checks=checks, draws=rows
         )
+        self._called = split.called
         with split:
             gradient = self._run((whole,), "sum", self.make, lambda _: draws)
-        self._called = split.called
         error = self._error(gradient)
         for p in self.parameters:
             p.grad = None
         self._put_back()
-        return error, split.num_calls
+        return error
 
     def _share_of(self, layout: Layout, sizes: tuple[int, ...]) -> float:
         """Return the same; 1 where it cannot be told, as of steps that take gradients in ways of their own."""
@@ -377,3 +429,30 @@ class _Held:
             self.num_bytes += storage.nbytes()
         # Without its graph: of an output that is saved that would be a cycle, which nothing frees.
         return tensor.detach()
+
+
+def _is_small(tensor: torch.Tensor) -> bool:
+    """Return whether a tensor may be a setting: a few whole numbers or flags."""
+    return tensor.layout is torch.strided and not tensor.is_floating_point() and tensor.nbytes <= _SMALL_BYTES
+
+
+def _note(found: dict[Any, Any], key: tuple[Any, ...], value: Any, depth: int) -> None:
+    """Note a plain value, or those in a container, by where it lies."""
+    if type(value) in _SETTINGS:
+        found[key] = value
+    elif type(value) is np.ndarray and value.nbytes <= _SMALL_BYTES and value.dtype.kind in "biufc":
+        found[key] = value.tobytes()
+    elif (
+        isinstance(value, torch.Tensor)
+        and not value.is_floating_point()
+        and value.is_cpu
+        and value.nbytes <= _SMALL_BYTES
+    ):
+        found[key] = value.tolist()
+    elif type(value) in (list, tuple, dict, set):
+        found[key] = len(value)
+        entries: Iterable[Any] = (
+            [] if type(value) is set else value.items() if isinstance(value, dict) else enumerate(value)
+        )
+        for at, one in islice(entries, _SMALL_BYTES) if depth < _DEEPEST else ():
+            _note(found, (*key, at), one, depth + 1)

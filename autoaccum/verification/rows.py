@@ -106,6 +106,7 @@ class RowChecks:
                 call.split.draws.go(place, 0, call.split.num_samples)
         values.restore()
         self._checked.add(key)
+        self.reasons.pop(call.name, None)
 
     def _check(self, call: Call, random: Any, place: Any, values: _Values) -> None:
         low, high = call.pieces[0]
@@ -127,6 +128,8 @@ class RowChecks:
             raise NotRowsError(call.module, "it changes its inputs in place")
         if _are_inputs(first):
             raise NotRowsError(call.module, "it returns its input")
+        if _share_memory(first):
+            raise NotRowsError(call.module, "two of its outputs share memory")
         if settled.have_changed() or values.have_moved():
             raise NotRowsError(call.module, "it moves state")
         if getattr(draws, "num_shared", 0) > shared:
@@ -148,7 +151,7 @@ class RowChecks:
             found = run(low, high)
             if found.spec != spec:
                 raise NotRowsError(call.module, "its micro-batches return other structures than the whole")
-            call.needs_grad = [isinstance(one, torch.Tensor) and one.requires_grad for one in found.again.outputs]
+            call.note_needs(found.again)
             columns.append([one.detach() if isinstance(one, torch.Tensor) else one for one in found.again.outputs])
             del found
         for one, other in zip(outputs, call.joined(columns, [high - low for low, high in call.pieces]), strict=True):
@@ -174,6 +177,8 @@ class _Values:
         layers = call.layers
         found = [one for layer in layers for one in layer._buffers.values() if one is not None]
         found += [p for layer in layers for p in layer._parameters.values() if p is not None and not p.requires_grad]
+        found += [one for one in call.attributes.tensors() if not one.requires_grad and one.layout is torch.strided]
+        found = list({id(one): one for one in found}.values())
         total = 0
         self._held: list[tuple[torch.Tensor, torch.Tensor]] = []
         self._large: list[tuple[torch.Tensor, int]] = []  # of which a write in place tells
@@ -342,6 +347,22 @@ def _are_inputs(again: Again) -> bool:
     inputs = {one.untyped_storage().data_ptr() for one in again.inputs if one.numel()}
     outputs = [one for one in again.outputs if isinstance(one, torch.Tensor) and one.numel()]
     return any(one.untyped_storage().data_ptr() in inputs for one in outputs)
+
+
+def _share_memory(again: Again) -> bool:
+    """Return whether two outputs share elements, so that a write to one is a write to the other."""
+    outputs = [one for one in again.outputs if isinstance(one, torch.Tensor) and one.layout is torch.strided]
+    storages = [(one.untyped_storage().data_ptr(), one.dtype) for one in outputs]
+    for storage in {storage for storage in storages if storages.count(storage) > 1}:
+        views = [one for one, own in zip(outputs, storages, strict=True) if own == storage and one.numel()]
+        places = torch.arange(views[0].untyped_storage().nbytes() // views[0].itemsize if views else 0, device="cpu")
+        seen = torch.zeros_like(places, dtype=torch.bool)
+        for view in views:
+            own = places.as_strided(view.shape, view.stride(), view.storage_offset()).reshape(-1)
+            if bool(seen[own].any()):
+                return True
+            seen[own] = True
+    return False
 
 
 def sizes_of(count: int) -> tuple[int, ...]:

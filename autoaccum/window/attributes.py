@@ -8,6 +8,7 @@ from itertools import chain
 from operator import is_, methodcaller
 from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
 
@@ -16,13 +17,15 @@ CONTAINERS = (dict, OrderedDict, defaultdict, Counter, list, set, deque)
 _CONTAINERS = frozenset(CONTAINERS)
 _PLAIN = frozenset((bool, int, float, str, type(None)))  # what most attributes are
 _values_of = methodcaller("values")
+_LARGEST_BYTES = 2**26
+"""Bytes of a NumPy array whose values are remembered: what is larger is data."""
 
 
 class Attributes:
     """Classes and attributes of objects, with what the containers among these hold, as they were when it was made.
 
     Containers are put back in place, for others hold them: the handle of a hook has a weak reference to the dict that
-    the hook is in. Tensors are remembered, their values are not.
+    the hook is in. Tensors are remembered, their values are not; of NumPy arrays both are.
     """
 
     def __init__(self, objects: Iterable[Any], containers: Iterable[Any] = ()) -> None:
@@ -35,6 +38,7 @@ class Attributes:
         # The attributes themselves are a dict: it is remembered like those that lie in it. Not by recursion, for lists
         # may hold themselves or be nested deeply.
         self._tensors: list[torch.Tensor] = []
+        self._arrays: list[tuple[Any, Any]] = []
         found: list[Any] = [vars(owner) for owner, _ in self._classes]
         found.extend(containers)
         # This runs in windows, over some twenty attributes of each module: what is told by its type alone comes first.
@@ -49,6 +53,8 @@ class Attributes:
                     found.extend(thing.values() if isinstance(thing, dict) else thing)
             elif isinstance(thing, torch.Tensor):
                 self._tensors.append(thing)
+            elif kind is np.ndarray and thing.dtype.kind in "biufc" and thing.nbytes <= _LARGEST_BYTES:
+                self._arrays.append((thing, thing.copy()))
             elif isinstance(thing, tuple):
                 self._tensors.extend(one for one in thing if isinstance(one, torch.Tensor))
 
@@ -57,10 +63,12 @@ class Attributes:
         return self._tensors
 
     def have_changed(self) -> bool:
-        """Return whether an attribute, what a container holds, or a class is another object now."""
+        """Return whether an attribute, what a container or an array holds, or a class is another one now."""
         if self._looked_for is None:
             self._looked_for = _Contents(self._classes, self._contents.values())
-        return not self._looked_for.are_the_same()
+        if not self._looked_for.are_the_same():
+            return True
+        return not all(np.array_equal(array, values, equal_nan=True) for array, values in self._arrays)
 
     def restore(self) -> None:
         """Put everything back; it may be done again."""
@@ -73,6 +81,8 @@ class Attributes:
                 container.extend(contents)
             else:
                 container.update(contents)
+        for array, values in self._arrays:
+            array[...] = values
 
 
 class _Contents:
@@ -115,22 +125,28 @@ def is_expanded(tensor: torch.Tensor) -> bool:
 
 
 def objects_of(layers: Iterable[nn.Module]) -> list[Any]:
-    """Return the objects that modules hold besides modules and tensors, and modules that are in plain containers."""
+    """Return the objects that modules hold besides modules and tensors, and modules in plain containers."""
     found: dict[int, Any] = {}
     known = {id(layer) for layer in layers}
-    for layer in layers:
-        for name, value in vars(layer).items():
-            if name in _OWN or type(value) in _PLAIN:
+    waiting: list[tuple[Any, int]] = [(layer, 0) for layer in layers]
+    while waiting:
+        owner, depth = waiting.pop()
+        for name, value in vars(owner).items():
+            if type(value) in _PLAIN or (name in _OWN and isinstance(owner, nn.Module)):
                 continue
             inside = value if type(value) in (list, tuple) else value.values() if type(value) is dict else (value,)
             for one in inside:
                 parts = one.modules() if isinstance(one, nn.Module) else (one,)
                 for part in parts:
-                    if id(part) not in known and _has_state(part):
+                    if id(part) not in known and id(part) not in found and _has_state(part):
                         found[id(part)] = part
+                        if depth < _DEEPEST:
+                            waiting.append((part, depth + 1))
     return list(found.values())
 
 
+_DEEPEST = 2
+"""Objects in objects that are looked into: a module's tracker may hold a meter, and a reference to all the rest."""
 _OWN = frozenset(vars(nn.Module()))
 """Attributes that every module has."""
 

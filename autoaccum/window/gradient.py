@@ -124,7 +124,7 @@ class Signs:
     def see_graph(self, index: int, num_samples: int, nodes: int, loss: torch.Tensor, reduction: Reduction) -> None:
         """Take the graph of a loss, of the micro-batch of that index; at the window's end, if something is unread."""
         root = str(loss.grad_fn and loss.grad_fn.name())
-        if reduction.terms and any(term.unread for term in reduction.terms):
+        if reduction.terms and any(term.is_unread for term in reduction.terms):
             self._late.append((index, num_samples, nodes, root))
         else:
             self.of_graph(num_samples, nodes, root, kinds_of(reduction))
@@ -190,12 +190,14 @@ def is_kept_from_none(
 ) -> bool:
     """Return whether the loss of a micro-batch that counts items is 0, as where ``clamp(min=1)`` counts some for none.
 
-    It is of no matter where each sample counts alike. PyTorch's own means over nothing are no numbers.
+    It is of no matter where each sample counts alike, unless tensors counted 1. PyTorch's own means over nothing are no
+    numbers.
     """
     # tolist() reads a loss without an operation, which a dispatch mode would see and fail on.
     rows = zip(counts, reductions, losses, strict=True)
-    is_there = any(count and found.terms and loss is not None and not loss.tolist() for count, found, loss in rows)
-    return is_there and not are_alike(sizes, counts)
+    of_none = [found.terms for count, found, loss in rows if count and loss is not None and not loss.tolist()]
+    is_clamped = any(terms and terms[0].is_one and terms[0].is_counted for terms in of_none)
+    return is_clamped or (any(of_none) and not are_alike(sizes, counts))
 
 
 def are_alike(sizes: Sequence[float], counts: Sequence[float]) -> bool:

@@ -134,7 +134,8 @@ class TogetherRanks:
             shape = list(one.shape)
             if at is not None:
                 shape[at[0]] = at[1] * self.num_samples
-            kinds.append((tuple(shape), one.dtype, at))
+            # What is of no sample is the same on all ranks.
+            kinds.append((tuple(shape), one.dtype, at, None if at is not None else one.tolist()))
         # Memory is taken before others are told: between that and the sums they would wait for this rank.
         found = [
             self._laid_out(one, kind[0], kind[2]) if isinstance(one, torch.Tensor) and kind[2] is not None else one
@@ -143,10 +144,12 @@ class TogetherRanks:
         # As bytes, of which all ranks but one have zeros: whatever they stand for, their sum is what that one has.
         laid_out = [whole for whole, own in zip(found, outputs, strict=True) if whole is not own]
         buffers = [whole.view(-1).view(torch.uint8) for whole in laid_out]
-        if any(each != kinds for each in self.hear(kinds)):
+        heard = self.hear((kinds, call.needs_grad))
+        if any(each != kinds for each, _ in heard):
             error = NotRowsError(call.module, "its outputs differ between ranks")
             error.is_agreed = True
             raise error
+        call.needs_grad = [any(needs) for needs in zip(*[needs for _, needs in heard], strict=True)]
         self._add_up(buffers)
         return found
 

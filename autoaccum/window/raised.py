@@ -12,6 +12,10 @@ from autoaccum.errors import AutoaccumError
 from autoaccum.memory.oom import is_out_of_memory, is_raised_by_hand
 
 _RUNNING = ("autoaccum was running ", "autoaccum had split ")
+_READ_TO_THE_END = (
+    "The step has read data of its own to their end. It runs more often than there are batches, for it is measured: "
+    "put such data into the batch, as by zip(loader, other)."
+)
 _SHOWN = 6
 """Name the shapes of so many tensors of a micro-batch at most."""
 
@@ -37,6 +41,8 @@ def tell_micro_batch(
         running: what was running.
         collate_fn: what made the micro-batch of samples, where anything did.
     """
+    if isinstance(error, StopIteration):  # of an iterator of the user's
+        _note(error, _READ_TO_THE_END)
     if isinstance(error, AutoaccumError) or is_out_of_memory(error) or is_raised_by_hand(error):
         return
     # What the user's code has made of the batch, or the user's class of the error, is not to hide the error itself.
@@ -46,8 +52,12 @@ def tell_micro_batch(
         told = f"autoaccum {running}{', of shapes ' * bool(shown)}{shown}."
         if running.startswith("had split") and collate_fn in (None, default_collate):  # another one may pad
             told += " The full batch differs in the number of samples only."
-        if told not in getattr(error, "__notes__", ()):
-            error.add_note(told)
+        _note(error, told)
+
+
+def _note(error: Exception, told: str) -> None:
+    if told not in getattr(error, "__notes__", ()):
+        error.add_note(told)
 
 
 def _described(tensor: torch.Tensor) -> str:

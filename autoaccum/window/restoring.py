@@ -119,11 +119,10 @@ _JOINED = entries(
             {
                 "opened": every(a(str)),
                 "copied": every(a(str)),
-                "rows": by_name(parts(every(_ROWS), every(_ROWS))),
+                "rows": by_name(every(parts(every(_ROWS), every(_ROWS)))),
             }
         ),
         "rounds": whole(),
-        "surprises": whole(),
         "modes": optional(every(a(bool))),
     }
 )

@@ -18,9 +18,11 @@ whole window, and its children are split in its place. ``Layout`` says which mod
 from __future__ import annotations
 
 import threading
+import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from enum import Enum
+from functools import partial
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -38,8 +40,21 @@ _PLAIN = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.
 _TENSORS = (torch.Tensor, nn.Parameter, nn.Buffer)
 """Types of tensors that can be cut; a subclass may mean something else by its rows."""
 
+_FEW = 3
+"""Samples, of which a list of plain values may have as many by chance: a size of two or three dimensions, say."""
+_MOST_NUMBERS = 8
+"""Kinds of calls of a module that differ in nothing but numbers, such as a step's; with more of them it is opened."""
+_A_NUMBER = "it returns a number, which may be a count of samples"
+
 Rows = tuple[int, int]
 """The dimension in which samples lie, and how many rows each of them has there."""
+
+
+class Known(NamedTuple):
+    """Where the samples lie in a kind of call, as was measured."""
+
+    inputs: tuple[Rows | None, ...]
+    outputs: tuple[Rows | None, ...]
 
 
 class NotRowsError(Exception):
@@ -81,11 +96,15 @@ class Layout:
         modules = list(roots)
         inner = {id(part) for module in modules for part in module.modules() if part is not module}
         self.roots = [module for module in modules if id(module) not in inner]
-        self._names = {id(part): f"{at}.{name}" for at, root in enumerate(self.roots) for name, part in named(root)}
+        self.name_modules()
         self._opened: dict[int, nn.Module] = {}
         self._copied: dict[int, nn.Module] = {}
-        self.rows: dict[str, tuple[tuple[Rows | None, ...], tuple[Rows | None, ...]]] = {}
-        """Where the samples lie in the inputs and outputs of each kind of call that was measured, by its signature."""
+        self.rows: dict[str, list[Known]] = {}
+        """Where the samples lie in each kind of call that was measured, by its signature."""
+
+    def name_modules(self) -> None:
+        """Name all modules by where they are now; some may have been replaced."""
+        self._names = {id(part): f"{at}.{name}" for at, root in enumerate(self.roots) for name, part in named(root)}
 
     def open(self, module: nn.Module) -> None:
         """Run a module's own code on the whole window, and split its children."""
@@ -141,7 +160,9 @@ class Layout:
         return {
             "opened": sorted(self._names.get(id(m), "") for m in self._opened.values()),
             "copied": sorted(self._names.get(id(m), "") for m in self._copied.values()),
-            "rows": {name: (list(inputs), list(outputs)) for name, (inputs, outputs) in self.rows.items()},
+            "rows": {
+                name: [(list(one.inputs), list(one.outputs)) for one in kinds] for name, kinds in self.rows.items()
+            },
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -149,7 +170,10 @@ class Layout:
         modules = {self._names[id(part)]: part for root in self.roots for _, part in named(root)}
         self._opened = {id(modules[name]): modules[name] for name in state["opened"] if name in modules}
         self._copied = {id(modules[name]): modules[name] for name in state["copied"] if name in modules}
-        self.rows = {name: (_as_rows(inputs), _as_rows(outputs)) for name, (inputs, outputs) in state["rows"].items()}
+        self.rows = {
+            name: [Known(_as_rows(inputs), _as_rows(outputs)) for inputs, outputs in kinds]
+            for name, kinds in state["rows"].items()
+        }
 
 
 def _as_rows(rows: Iterable[Any]) -> tuple[Rows | None, ...]:
@@ -268,7 +292,7 @@ class SplitCalls:
             if before is None:
                 vars(target).pop("_compiled_call_impl", None)
             else:
-                _set_slot(target, before)
+                vars(target)["_compiled_call_impl"] = before
         self._installed.clear()
 
     def _install(self, target: nn.Module, module: nn.Module) -> None:
@@ -286,7 +310,7 @@ class SplitCalls:
             return self._within_hooks(target, module, args, kwargs)
 
         self._installed.append((target, before))
-        _set_slot(target, called)
+        vars(target)["_compiled_call_impl"] = called
 
     def _passes(self) -> bool:
         """Return whether a call is not split: within another one, of one micro-batch, traced, or of another thread."""
@@ -322,14 +346,19 @@ class SplitCalls:
     def _split(self, module: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         if self.checks is None:
             return Call(self, module, forward, args, kwargs).run()
-        # Fresh containers, for a forward may put things into those that it is given.
-        leaves, spec = pytree.tree_flatten((args, kwargs))
-        try:
+        # A tensor of a multiple of the samples may have several rows of each, or none, as a mask of times by times.
+        for has_several in (True, False):
+            # Fresh containers, for a forward may put things into those that it is given.
+            leaves, spec = pytree.tree_flatten((args, kwargs))
             own_args, own_kwargs = pytree.tree_unflatten(leaves, spec)
-            return Call(self, module, forward, own_args, own_kwargs).run()
-        except NotRowsError as error:
-            if error.module is not module:
-                raise
+            call = Call(self, module, forward, own_args, own_kwargs, has_several=has_several)
+            try:
+                return call.run()
+            except NotRowsError as error:
+                if error.module is not module:
+                    raise
+            if not any(rows is not None and rows[1] > 1 for rows in call.rows):
+                break
         self.layout.open(module)
         for child in called_children(module):
             if all(target is not child for target, _ in self._installed):
@@ -367,13 +396,6 @@ def joining(
         yield split
 
 
-def _set_slot(module: nn.Module, value: Any) -> None:
-    if isinstance(module, torch.jit.ScriptModule):
-        module._compiled_call_impl = value
-    else:
-        vars(module)["_compiled_call_impl"] = value
-
-
 class _Unjoined:
     """Stands for an output that cannot be joined, such as a cache of keys and values, which training seldom reads.
 
@@ -400,6 +422,13 @@ class _Unjoined:
     __mul__ = __rmul__ = __truediv__ = __rtruediv__ = __matmul__ = __neg__ = __lt__ = __gt__ = _refuse
 
 
+class Repeated(NamedTuple):
+    """Stands for an output that is another output too, as the last of all hidden states is."""
+
+    place: int
+    """Of the other one, among all outputs."""
+
+
 class Passed(NamedTuple):
     """Stands for an output that is an input as it is, such as an entry of a dict that is returned with others."""
 
@@ -420,9 +449,19 @@ class Call:
     """One call of a module, split."""
 
     def __init__(
-        self, split: SplitCalls, module: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any
+        self,
+        split: SplitCalls,
+        module: nn.Module,
+        forward: Callable[..., Any],
+        args: Any,
+        kwargs: Any,
+        *,
+        has_several: bool = True,
     ) -> None:
         self.split = split
+        self._has_several = has_several  # whether a tensor may have several rows of each sample
+        self._lists = list(_plain_lists((args, kwargs)))
+        self.rows: tuple[Rows | None, ...] = ()
         self.module = module
         self.pieces = split.pieces
         self._forward = forward
@@ -459,10 +498,17 @@ class Call:
                     raise NotRowsError(self.module, f"an argument is a {type(leaf).__name__}")
             elif not isinstance(leaf, (*_PLAIN, torch.Generator)) and not callable(leaf):
                 raise NotRowsError(self.module, f"an argument is a {type(leaf).__name__}")
-        self.signature = self._signature()
-        self.known = split.layout.rows.get(self.signature)
-        if self.known is None and split.checks is None and split.layout.rows:
+        # Of a few samples a shape may be as long by chance.
+        if split.num_samples in self._lists and (split.checks is not None or split.num_samples > _FEW):
+            raise NotRowsError(self.module, "an argument is a list of a value for each sample")
+        self.kind = self._kind()
+        self.signature = f"{self.kind} {self._numbers()}"
+        kinds = split.layout.rows.get(self.signature, [])
+        if not kinds and split.checks is None and split.layout.rows:
+            if sum(signature.startswith(self.kind) for signature in split.layout.rows) >= _MOST_NUMBERS:
+                raise NotRowsError(self.module, "it is called with other numbers all the time")
             raise UnknownCallError(self.module, self.signature)
+        self.known = self._known_of(kinds)
         self.rows = self._find_rows()
         if not any(self.rows):
             # Nothing in it depends on the samples; what it computes is computed once.
@@ -491,7 +537,7 @@ class Call:
                 if self.has_grad and index == len(pieces) - 1 and not is_empty:
                     self.kept[index] = found.again
                 parts.append([one.detach() if isinstance(one, torch.Tensor) else one for one in found.again.outputs])
-                self.needs_grad = [isinstance(one, torch.Tensor) and one.requires_grad for one in found.again.outputs]
+                self.note_needs(found.again)
                 del found
             if split.draws is not None:
                 split.draws.go(split.draws.at(), 0, split.num_samples)
@@ -508,7 +554,7 @@ class Call:
             joined = split.ranks.gather(self, joined)
         if not self.has_grad or not any(self.needs_grad):
             self.kept.clear()
-            return pytree.tree_unflatten(list(map(self._given, joined)), self.spec)
+            return self._returned(list(map(self._given, joined)))
         self._keep_for_later(moving)
         self.outputs: list[torch.Tensor] = [one for one in joined if isinstance(one, torch.Tensor)]
         self.is_tensor = [isinstance(one, torch.Tensor) for one in joined]
@@ -518,7 +564,16 @@ class Call:
         # wrappers see the gradient of the call as they see any other.
         returned = iter(_SplitCall.apply(self, *self.tensors, *[one for one, _ in self.held]))  # type: ignore[no-untyped-call]
         whole = [next(returned) if is_tensor else one for is_tensor, one in zip(self.is_tensor, others, strict=True)]
-        return pytree.tree_unflatten(whole, self.spec)
+        return self._returned(whole)
+
+    def note_needs(self, part: Again) -> None:
+        """Note which outputs need gradients: those of some micro-batches may need none."""
+        needs = [isinstance(one, torch.Tensor) and one.requires_grad for one in part.outputs]
+        self.needs_grad = [any(pair) for pair in zip(needs, self.needs_grad or needs, strict=True)]
+
+    def _returned(self, outputs: list[Any]) -> Any:
+        outputs = [outputs[one.place] if isinstance(one, Repeated) else one for one in outputs]
+        return pytree.tree_unflatten(outputs, self.spec)
 
     def _given(self, output: Any) -> Any:
         """Return the input that an output stands for, or the output."""
@@ -527,41 +582,75 @@ class Call:
     def _kwargs(self) -> Any:
         return pytree.tree_unflatten(self._leaves, self._spec)[1]
 
-    def _signature(self) -> str:
-        """Return what tells this kind of call from others of the same module."""
-        dims = [(tensor.ndim, str(tensor.dtype)) for tensor in self.tensors]
-        others = [str(leaf) for leaf in self._leaves if isinstance(leaf, (bool, str, type(None)))]
-        return f"{self.name} {dims} {others} {self.has_grad} {self.module.training}"
+    def _kind(self) -> str:
+        """Return what tells this kind of call from others of the same module, but for the numbers that it is given."""
+        # Not the very type: a measurement may compute in 64 bits.
+        dims = [(tensor.ndim, _kind_of(tensor)) for tensor in self.tensors]
+        others = [_told(leaf) for leaf in self._leaves if not isinstance(leaf, (torch.Tensor, int, float, complex))]
+        flags = [str(leaf) for leaf in self._leaves if isinstance(leaf, bool)]
+        return f"{self.name} {dims} {others} {flags} {self.has_grad} {self._settings():08x}"
+
+    def _settings(self) -> int:
+        """Return a number that tells by which flags, names and functions its layers compute now."""
+        # Numbers are not among them: many count calls.
+        found = [
+            _told(value)
+            for owner in self.objects
+            for value in vars(owner).values()
+            if isinstance(value, (bool, str, type(None), Enum)) or callable(value)
+        ]
+        return zlib.crc32("|".join(found).encode())
+
+    def _numbers(self) -> list[str]:
+        """Return the numbers that it is given, by which code may take other branches."""
+        numbers = [
+            leaf for leaf in self._leaves if isinstance(leaf, (int, float, complex)) and not isinstance(leaf, bool)
+        ]
+        # A tensor of one number is one, where to read it waits for nothing.
+        return [str(one) for one in numbers] + [str(one.item()) for one in self.tensors if not one.ndim and one.is_cpu]
+
+    def _known_of(self, kinds: Sequence[Known]) -> Known | None:
+        """Return which of several kinds a call is, by the rows of its arguments.
+
+        Raises:
+            NotRowsError: shapes do not tell.
+        """
+        if len(kinds) < 2 or self.split.checks is not None:
+            return kinds[0] if kinds else None
+        # A model may be called on the window, and on a fixed number of other rows.
+        shapes = [tensor.shape for tensor in self.tensors]
+        fit = [kind for kind in kinds if all(map(partial(_is_exact, self.split.num_samples), shapes, kind.inputs))]
+        most = max((_num_with_rows(kind) for kind in fit), default=0)
+        fit = [kind for kind in fit if _num_with_rows(kind) == most]
+        if len(fit) != 1:
+            raise NotRowsError(self.module, "its samples lie in other dimensions from call to call")
+        return fit[0]
 
     def _find_rows(self) -> tuple[Rows | None, ...]:
         """Return in which dimension of each tensor the samples lie, as was measured, or as shapes have it."""
         n = self.split.num_samples
         if self.known is None or self.split.checks is not None:
-            return tuple(rows_of(tensor.shape, n) for tensor in self.tensors)
+            return tuple(rows_of(tensor.shape, n, has_several=self._has_several) for tensor in self.tensors)
         found = tuple(
             None if rows is None else rows_in(one.shape, rows[0], n)
-            for one, rows in zip(self.tensors, self.known[0], strict=True)
+            for one, rows in zip(self.tensors, self.known.inputs, strict=True)
         )
-        if any(rows is None and known is not None for rows, known in zip(found, self.known[0], strict=True)):
+        if any(rows is None and known is not None for rows, known in zip(found, self.known.inputs, strict=True)):
             raise NotRowsError(self.module, "an argument has no longer a row for each sample")
         return found
 
     def learn(self, out_rows: Sequence[Rows | None]) -> None:
-        """Remember where the samples of such calls lie.
-
-        Raises:
-            NotRowsError: they lie elsewhere in another call of the same kind.
-        """
+        """Remember where the samples of such calls lie."""
         if self.split.checks is None or not self.name:
             return
-        found = self.rows, tuple(out_rows)
-        known = self.split.layout.rows.setdefault(self.signature, found)
-        if [one and one[0] for one in known[0]] != [one and one[0] for one in found[0]]:
-            raise NotRowsError(self.module, "its samples lie in other dimensions from call to call")
+        kinds = self.split.layout.rows.setdefault(self.signature, [])
+        dims = [one and one[0] for one in self.rows]
+        if all([one and one[0] for one in known.inputs] != dims for known in kinds):
+            kinds.append(Known(self.rows, tuple(out_rows)))
 
     def _moving(self) -> list[torch.Tensor]:
         held = [one for layer in self.layers for one in (*layer._buffers.values(), *layer._parameters.values())]
-        return [one for one in held if one is not None]
+        return [*(one for one in held if one is not None), *self.attributes.tensors()]
 
     def _keep_for_later(self, moving: list[torch.Tensor]) -> None:
         """Keep what a micro-batch needs to run again, and note how it can be seen whether it was changed since."""
@@ -621,8 +710,12 @@ class Call:
         outputs, spec = pytree.tree_flatten(found)
         kept = (torch.Tensor, Enum, *_PLAIN)
         outputs = [one if isinstance(one, kept) else _Unjoined(self.module, type(one)) for one in outputs]
-        given = {id(tensor): Passed(place) for place, tensor in enumerate(tensors)}
-        return [given.get(id(one), one) for one in outputs], spec
+        given: dict[int, Any] = {id(tensor): Passed(place) for place, tensor in enumerate(tensors)}
+        for at, one in enumerate(outputs):
+            outputs[at] = given.get(id(one), one)
+            if isinstance(one, torch.Tensor):
+                given.setdefault(id(one), Repeated(at))
+        return outputs, spec
 
     # What the module holds that has a gradient.
 
@@ -661,8 +754,8 @@ class Call:
         Raises:
             NotRowsError: an output has no row for each sample.
         """
-        known = None if self.known is None else self.known[1]
-        count = sum(isinstance(one, torch.Tensor) for one in parts[0])
+        known = () if self.known is None else self.known.outputs
+        is_known = len(known) == sum(isinstance(one, torch.Tensor) for one in parts[0])
         joined: list[Any] = []
         self.out_rows = []
         for at in range(len(parts[0])):
@@ -673,13 +766,17 @@ class Call:
             if not isinstance(first, torch.Tensor):
                 if any(type(one) is not type(first) or one != first for one in column):
                     raise NotRowsError(self.module, "it returns numbers that differ between micro-batches")
+                if isinstance(first, (int, float, complex)) and not isinstance(first, bool):
+                    raise NotRowsError(self.module, _A_NUMBER)
                 joined.append(first)
                 continue
             if any(type(one) not in _TENSORS or one.layout is not torch.strided for one in column):
                 raise NotRowsError(self.module, f"it returns a {type(first).__name__}")
-            measured = known[len(self.out_rows)] if known is not None and len(known) == count else None
-            rows = joined_rows(column, sizes, measured)
+            measured = known[len(self.out_rows)] if is_known else None
+            rows = None if is_known and measured is None else joined_rows(column, sizes, measured)
             if rows is None and not self.needs_grad[at] and _are_equal(column):
+                if self.split.checks is not None and bool((first == first.reshape(-1)[:1]).all()):
+                    raise NotRowsError(self.module, _A_NUMBER)
                 self.out_rows.append(None)  # of no sample, such as positions
                 joined.append(first)
                 continue
@@ -782,13 +879,45 @@ def draws_elsewhere(before: Any, after: Any) -> bool:
     return any(not isinstance(one, torch.Generator) and str(then) != str(now) for (one, then), (_, now) in own)
 
 
-def rows_of(shape: Sequence[int], num_samples: int) -> Rows | None:
-    """Return where samples lie in a tensor: several rows of each in dim 0, or one in dim 1; None: in neither."""
-    if shape and shape[0] and shape[0] % num_samples == 0:
+def rows_of(shape: Sequence[int], num_samples: int, *, has_several: bool = True) -> Rows | None:
+    """Return where samples lie in a tensor: one row of each in dim 0 or 1, or several in dim 0; None: in neither."""
+    for dim in (0, 1):
+        if dim < len(shape) and shape[dim] == num_samples:
+            return dim, 1
+    if has_several and shape and shape[0] and shape[0] % num_samples == 0:
         return 0, shape[0] // num_samples
-    if len(shape) > 1 and shape[1] == num_samples:
-        return 1, 1
     return None
+
+
+def _is_exact(num_samples: int, shape: Sequence[int], rows: Rows | None) -> bool:
+    """Return whether a dimension is just as long as was measured of so many samples."""
+    return rows is None or (rows[0] < len(shape) and shape[rows[0]] == num_samples * rows[1])
+
+
+def _num_with_rows(known: Known) -> int:
+    return sum(rows is not None for rows in known.inputs)
+
+
+def _kind_of(tensor: torch.Tensor) -> str:
+    if tensor.dtype is torch.bool:
+        return "bool"
+    return "float" if tensor.is_floating_point() else "complex" if tensor.is_complex() else "int"
+
+
+def _told(value: Any) -> str:
+    """Return words for a value by which code may take another branch, the same in another process."""
+    if callable(value):
+        return f"{getattr(value, '__module__', '')}.{getattr(value, '__qualname__', type(value).__qualname__)}"
+    return str(value)
+
+
+def _plain_lists(arguments: Any) -> Iterator[int]:
+    """Yield the lengths of lists of plain values among arguments."""
+    if isinstance(arguments, list | tuple) and arguments and all(isinstance(one, _PLAIN) for one in arguments):
+        yield len(arguments)
+    elif isinstance(arguments, list | tuple | dict):
+        for one in arguments.values() if isinstance(arguments, dict) else arguments:
+            yield from _plain_lists(one)
 
 
 def rows_in(shape: Sequence[int], dim: int, num_samples: int) -> Rows | None:

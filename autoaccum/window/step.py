@@ -14,7 +14,7 @@ from functools import partial
 from typing import Any, Literal, NamedTuple
 
 from autoaccum.data.base import Window
-from autoaccum.errors import AutoaccumError, MemoryLimitError, NothingFitsError
+from autoaccum.errors import AutoaccumError, LossWithoutGradError, MemoryLimitError, NothingFitsError
 from autoaccum.events import Event, Joined, Notice, OutOfMemory, StepSkipped
 from autoaccum.memory import clock
 from autoaccum.memory.base import Memory
@@ -51,6 +51,10 @@ from autoaccum.window.transaction import Transaction
 
 Accumulate = Literal["auto", "weighted", "joined"]
 """By which rule micro-batches make the gradient."""
+
+
+_NEARLY_ALL = 0.9
+"""Of what full batches hold, above which a split one saves next to nothing."""
 
 
 class Failure(NamedTuple):
@@ -122,6 +126,7 @@ class Step:
         self._joiner = joiner
         self._accumulate = accumulate
         self._due = False  # whether this joined window is to be measured
+        self._held = 0.0  # what joined windows hold, as a fraction of what full batches do
         self._is_tried = False  # whether it is joined to see whether that makes it finite
         self._reason = "accumulate='joined' was passed"  # why windows are joined
         # What is not measured is not known to be wrong.
@@ -510,9 +515,13 @@ class Step:
         return not was_split and self.compilations.are_there() and not self.compilations.are_forgone
 
     def _fits_whole(self, window: Window) -> bool:
-        """Use the largest micro-batches that fit; return whether the window surely fits as one."""
+        """Use the largest micro-batches that fit; return whether the window is to be tried as one."""
         self.tuner.keeps_last = not self._is_given
-        return window.num_samples > 0 and self.tuner.split_least(window.num_samples, window.lengths)
+        if not window.num_samples:
+            return False
+        # Where a split window holds as much as one that is not split, it may fit less.
+        saves_nothing = self._held > _NEARLY_ALL and not self._is_given and self.transaction.group is None
+        return self.tuner.split_least(window.num_samples, window.lengths) or saves_nothing
 
     def _join(self, window: Window, room: int) -> bool:
         """Join windows from now on, where that is measured to be exact; return whether it is so."""
@@ -530,8 +539,12 @@ class Step:
 
     def _may_be_joined(self, error: Exception, window: Window) -> bool:
         """Return whether an error may be one of a micro-batch alone, which the full batch does not raise."""
+        if self.transaction.is_reading:
+            return False
         is_split = 0 < self._piece.size < num_of_all_ranks(window) and self.saving.is_off
-        return self._examiner.joins and not self._is_joined and is_split and not isinstance(error, AutoaccumError)
+        # A micro-batch may have nothing to learn from that the full batch has.
+        is_final = isinstance(error, AutoaccumError) and not isinstance(error, LossWithoutGradError)
+        return self._examiner.joins and not self._is_joined and is_split and not is_final
 
     def _joined_instead(self, error: Exception | None, reason: str, window: Window) -> Repeat:
         """Join windows because the step fails on a micro-batch; raise its error where the full batch has one too."""
@@ -551,6 +564,7 @@ class Step:
         self._examiner.measured_by()["rewind"]()
         self._examiner.break_off()
         self.transaction.join(layout)
+        self._held = found.held
         self._emit(found)
 
     def _measured_joined(self, window: Window, layout: Layout | None, room: int) -> tuple[Layout | None, Joined | None]:
@@ -641,6 +655,7 @@ class Step:
         for one in self._examiner.say_withheld():
             self.announcer.tell(one)
         self.transaction.join(layout or Layout(self.job.modules))
+        self._held = 0.0 if found is None else found.held
         self._fits_whole(window)
         if found is not None:
             self._emit(found)

@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 
-from autoaccum.data.base import Window
+from autoaccum.data.base import Window, in_order
 from autoaccum.data.batches import flatten
 from autoaccum.errors import ArgumentTypeError
 from autoaccum.loss.conclusions import num_contributing
@@ -106,6 +106,8 @@ class Transaction:
         self._is_deferred = self._is_slow_to_read = is_slow_to_read(job.device)
         self._foresight = Foresight(is_used=self._is_slow_to_read)
         self._window: Window  # while one is open
+        self.is_reading = False
+        """Whether data are being read: what is raised then is no error of a step."""
         self._begun: State | None = None  # how the window began, where its micro-batches begin likewise
         self._nodes = 0  # of the last forward's graph
         self.counts_by_name = isinstance(job.num_items, Mapping | list | tuple)
@@ -173,7 +175,9 @@ class Transaction:
         """
         if self._begun is not None and self._sizes:
             self._begun.restore(random=False)  # so that each finds the state that the whole window would
-        batch = self.snapshot.read_by(lambda: self._window.micro_batch(piece.start, piece.size))
+        self.is_reading = True
+        batch = self.snapshot.read_by(lambda: self._batch_of(piece))
+        self.is_reading = False
         # What fails with the reading of the data, above, would fail again, and may not be read twice.
         try:
             self._compute(batch, piece)
@@ -183,6 +187,13 @@ class Transaction:
             if piece.size == 1 and may_need_another(error):
                 of_one(error, self._num_samples)
             raise
+
+    def _batch_of(self, piece: Piece) -> Any:
+        # Samples that are served longest first gain nothing by that in one piece, and a loss may go by their order.
+        # Groups of BatchNorm are those of the pieces.
+        if piece.size == self._window.num_samples and self._job.batch_norm.kind != "ghost":
+            return in_order(self._window)
+        return self._window.micro_batch(piece.start, piece.size)
 
     def _compute(self, batch: Any, piece: Piece) -> None:
         num_items = self._job.num_items if self.hypothesis in (None, "num_items") else None

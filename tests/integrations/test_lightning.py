@@ -131,16 +131,16 @@ class TestResume:
         def trained(steps: int, start: str | None = None) -> tuple[Any, AutoAccum]:
             module, callback = module_of(kind), AutoAccum(16)
             torch.manual_seed(steps)  # a checkpoint of Lightning has no random numbers, and nothing is drawn
-            saving = ModelCheckpoint(tmp_path, "at-{step}", every_n_train_steps=4, save_top_k=-1)
+            saving = ModelCheckpoint(tmp_path, "at-{step}", every_n_train_steps=8, save_top_k=-1)
             trainer = trainer_of([callback, saving], max_steps=steps, enable_checkpointing=True)
             with simulated_memory(memory):
                 trainer.fit(module, DataLoader(data, batch_size=4), ckpt_path=start)
             assert trainer.global_step == steps
             return module, callback
 
-        whole, searching = trained(12)
-        _, half = trained(8)
-        resumed, callback = trained(12, str(tmp_path / "at-step=8.ckpt"))
+        whole, searching = trained(24)
+        _, half = trained(16)
+        resumed, callback = trained(24, str(tmp_path / "at-step=16.ckpt"))
         assert len(half.micro_batches) > 1
         assert half.micro_batches == searching.micro_batches == callback.micro_batches
         assert [e for e in callback.accumulator.events if isinstance(e, OutOfMemory | Verified)] == []

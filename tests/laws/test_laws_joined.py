@@ -469,6 +469,11 @@ def a_scripted_model() -> tuple[nn.Module, Step]:
 
 
 @scenario
+def a_traced_model() -> tuple[nn.Module, Step]:
+    return torch.jit.trace(body(), torch.randn(3, 5)), lambda model, batch: contrast(model(batch["x"]))
+
+
+@scenario
 def a_method_that_is_no_call() -> tuple[nn.Module, Step]:
     return body(), lambda model, batch: contrast(model.forward(batch["x"]))
 

@@ -7,19 +7,17 @@ from dataclasses import replace
 import pytest
 
 from autoaccum.loss.conclusions import conclude
-from autoaccum.loss.reductions import Term
-from autoaccum.loss.terms import Reduction
+from autoaccum.loss.terms import Factor, Reduction, Term
 
 
 def mean(*items: float, counted: bool = True) -> Reduction:
-    terms = tuple(
-        Term("mean", divisor=count, numbers=100 + int(count), is_counted=counted, is_items=counted) for count in items
-    )
+    terms = tuple(Term(means=count, numbers=100 + int(count), averages=True, counts_items=counted) for count in items)
     return Reduction(items[0], terms)
 
 
-def total(numbers: int, constants: tuple[float, ...] = ()) -> Reduction:
-    return Reduction(1.0, (Term("sum", divisor=1.0, numbers=numbers),), constants)
+def total(numbers: int, constants: tuple[float, ...] = (), divisor: float | None = None) -> Reduction:
+    factor = Factor() if divisor is None else Factor().times("Div", divisor, True)
+    return Reduction(divisor or 1.0, (Term(factor=factor, numbers=numbers),), constants)
 
 
 def penalised(items: float, *constants: float) -> Reduction:
@@ -28,7 +26,8 @@ def penalised(items: float, *constants: float) -> Reduction:
 
 def kept(*constants: float, counted: bool) -> Reduction:
     """A mean over one item, or over none whose count was kept from 0."""
-    return Reduction(1.0, (Term("mean", divisor=1.0, numbers=4, is_one=True, is_counted=counted),), constants)
+    factor = Factor().times("Div", 1.0, not counted)
+    return Reduction(1.0, (Term(factor=factor, averages=True, numbers=4),), constants)
 
 
 @pytest.mark.parametrize(
@@ -39,9 +38,9 @@ def kept(*constants: float, counted: bool) -> Reduction:
         ([4, 4], [mean(7), mean(7)], False, None),
         ([4, 3], [mean(7), mean(7)], False, None),  # counts may be equal by chance, numbers of a program not
         ([4, 3], [mean(12, counted=False), mean(12, counted=False)], False, "reduces 112 numbers"),
-        ([4, 3], [Reduction(2.0, (Term("sum", divisor=2.0, numbers=n),)) for n in (4, 3)], True, None),
-        ([4, 4], [Reduction(2.0, (Term("sum", divisor=2.0, numbers=n),)) for n in (4, 4)], True, None),
-        ([2, 2], [Reduction(n, (Term("mean", divisor=n, numbers=1),) * 2) for n in (1.0, 1.0)], False, "as many terms"),
+        ([4, 3], [total(n, divisor=2.0) for n in (4, 3)], True, None),
+        ([4, 4], [total(4, divisor=5.0)] * 2, True, "divides by 5 in every micro-batch"),
+        ([2, 2], [Reduction(n, (Term(means=n, numbers=1),) * 2) for n in (1.0, 1.0)], False, "as many terms"),
         ([4, 3], [mean(7, 14), mean(5, 10)], False, None),
         ([4, 3], [mean(7, 4), mean(5, 3)], False, "different counts"),
         ([4, 3], [mean(0, 4), mean(5, 3)], False, "different counts"),
@@ -64,18 +63,15 @@ def kept(*constants: float, counted: bool) -> Reduction:
         ([2, 1], [penalised(2, 0.1), kept(0.1, counted=False)], False, None),  # a number that is that of the samples
         ([4, 3], [mean(2), kept(counted=True)], False, None),  # whose loss would be 0
         (
-            [4, 4],
-            [Reduction(4.0, (Term("sum", is_sure=False, divisor=4.0, numbers=4),))] * 2,
-            True,
-            "divides by 4 in every micro-batch",
-        ),
-        (
             [4, 3],
-            [Reduction(n**2, (Term("mean", divisor=n**2, numbers=int(n), factor=1 / n),)) for n in (4.0, 3.0)],
+            [
+                Reduction(n**2, (Term(means=n, factor=Factor().times("Mul", 1 / n, True), numbers=int(n)),))
+                for n in (4.0, 3.0)
+            ],
             False,
             "another factor",
         ),
-        ([4], [Reduction(4, (Term("unknown", operation="Sqrt"),))], False, "leads to Sqrt"),
+        ([4], [Reduction(4, (Term(operation="Sqrt"),))], False, "leads to Sqrt"),
     ],
 )
 def test_conclude(sizes: list[int], reductions: list[Reduction], is_sum: bool, doubt: str | None) -> None:

@@ -1,4 +1,4 @@
-"""Terms of a loss are told to be means or sums, by the extents reduced and the numbers divided by."""
+"""Terms of a loss: what each was divided by, and what it looks like."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from autoaccum.loss.terms import Factor, divide, is_multiple, kind_of
+from autoaccum.loss.terms import Factor, Term, divide
 
 
 def test_a_factor_is_the_product_of_its_constants_and_remembers_the_numbers() -> None:
@@ -39,35 +39,38 @@ SIX = Factor().times("Div", 6.0, True)
 
 
 @pytest.mark.parametrize(
-    ("averaged", "summed", "factor", "expected"),
+    ("term", "kind", "divisor"),
     [
-        ([6], [4], Factor(), ("mean", True)),
-        ([24], [], Factor(), ("mean", True)),  # samples and times in one dimension
-        ([4], [], Factor(), ("mean", False)),
-        ([6], [6], Factor(), ("mean", False)),  # either may be the samples
-        ([], [6, 4], Factor(), ("sum", True)),
-        ([], [4], Factor(), ("sum", False)),
-        ([], [6, 4], SIX, ("mean", True)),  # over samples by hand
-        ([], [6, 4], Factor().times("Mul", 1 / 24, True), ("mean", True)),
-        ([], [6, 4], Factor().times("Mul", 0.5, True), ("sum", True)),
-        ([], [6, 4], Factor().times("Div", 600.0, True), ("sum", False)),
-        ([6], [4], SIX, ("mean", False)),  # divided once more
-        ([], [6, 4], Factor().times("Div", 12.0, False), ("mean", True)),
-        ([], [6, 4], Factor().times("Div", 5.0, False), ("mean", False)),
+        (Term(means=6.0, averages=True), "mean", 6.0),
+        (Term(factor=SIX, averages=True), "mean", 6.0),  # over samples by hand
+        (Term(means=4.0, factor=SIX), "sum", 24.0),
+        (Term(factor=Factor().times("Div", 12.0, False)), "mean", 12.0),  # by what tensors counted
+        (Term(means=5.0, counts_items=True), "mean", 5.0),
+        (Term(operation="Sqrt"), "unknown", 1.0),
+        (Term(weights=((torch.tensor([1.0, 0.1, 0.4]), 4),)), "unknown", 1.0),
+        (Term(weights=((torch.tensor([1.0, 0.25, 0.25]), 4),)), "sum", 1.0),  # all alike
+        (Term(weights=((torch.tensor([2.0, 0.1, 0.4]), 4),)), "sum", 1.0),
     ],
 )
-def test_kinds_of_six_samples(
-    averaged: list[int], summed: list[int], factor: Factor, expected: tuple[str, bool]
-) -> None:
-    assert kind_of(6, averaged, summed, [(6, 4)], factor, counts_items=False) == expected
-
-
-def test_a_loss_that_counts_its_targets_is_a_mean() -> None:
-    assert kind_of(6, [5], [], [(5,)], Factor(), counts_items=True) == ("mean", True)
+def test_what_a_term_looks_like(term: Term, kind: str, divisor: float) -> None:
+    assert (term.kind, term.divisor) == (kind, divisor)
 
 
 @pytest.mark.parametrize(
-    ("number", "expected"), [(6.0, True), (-12.0, True), (3.0, False), (0.0, False), (7.5, False), (math.inf, False)]
+    ("term", "is_one"),
+    [
+        (Term(factor=SIX), False),
+        (Term(factor=Factor().times("Mul", -1.0, True)), True),
+        (Term(factor=SIX.times("Div", 1.0, False)), True),  # a count of tensors
+        (Term(factor=SIX.times("Div", 2.0, False)), False),
+        (Term(ones=(0.5, 1.0)), True),
+        (Term(ones=(0.5,)), False),
+    ],
 )
-def test_whole_multiples_of_six(number: float, expected: bool) -> None:
-    assert is_multiple(number, 6) is expected
+def test_what_is_divided_by_one(term: Term, is_one: bool) -> None:
+    assert term.is_one is is_one
+
+
+def test_words_for_what_says_nothing() -> None:
+    words = {Term(operation=name).in_words() for name in ("Sqrt", "CompiledFunctionBackward", "")}
+    assert words == {"Sqrt", "code that torch.compile made", "weights that sum to one"}

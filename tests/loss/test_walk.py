@@ -15,27 +15,17 @@ OUTPUTS = torch.ones(6, 4, requires_grad=True)
 PARAMETER = nn.Parameter(torch.ones(3, 2))
 
 
-def test_a_loss_of_one_term_enters_nowhere() -> None:
-    ((edge, factor, term),) = Walk(6).terms((3 * OUTPUTS.mean()).grad_fn)
-    assert edge is None
+def test_a_loss_of_one_term_is_no_summand() -> None:
+    ((summand, factor, term),) = Walk(6).terms((3 * OUTPUTS.mean()).grad_fn)
+    assert summand is None
     assert (factor.value, term.divisor) == (3.0, 8.0)
 
 
-def test_terms_of_a_sum_come_in_its_order_with_where_they_enter() -> None:
+def test_terms_of_a_sum_come_in_its_order() -> None:
     loss = OUTPUTS.mean() - 0.5 * PARAMETER.sum()
     first, second = Walk(6).terms(loss.grad_fn)
-    assert (first[0], second[0]) == ((loss.grad_fn, 0, 1.0), (loss.grad_fn, 1, -1.0))
+    assert [first[0], second[0]] == [node for node, _ in loss.grad_fn.next_functions]  # type: ignore[union-attr]
     assert (first[2].divisor, second[1].value) == (24.0, 0.5)
-
-
-def test_what_a_sum_is_multiplied_with_on_its_way_is_told_of_each_term() -> None:
-    first, second = Walk(6).terms((-(OUTPUTS.mean() - 3 * OUTPUTS.sum()) / 4).grad_fn)
-    assert first[0] is not None
-    assert second[0] is not None
-    assert (first[0].above, second[0].above) == (-0.25, 0.25)
-    (learnt, _) = Walk(6).terms((nn.Parameter(torch.ones(())) * (OUTPUTS.mean() + OUTPUTS.sum())).grad_fn)
-    assert learnt[0] is not None
-    assert learnt[0].above is None  # which no graph tells
 
 
 def test_a_term_times_zero_is_none() -> None:
@@ -46,16 +36,6 @@ def test_a_list_of_scalars_is_a_term_for_each_with_its_weight() -> None:
     parts = torch.stack([OUTPUTS.mean(), OUTPUTS.sum()]) * torch.tensor([1.0, 0.25])
     found = Walk(6).terms(parts.sum().grad_fn)
     assert sorted(float(term.divisor) for _, _, term in found) == [4.0, 24.0]
-
-
-@pytest.mark.parametrize("size", [1, 2, 3])
-def test_a_list_of_one_enters_where_what_is_in_it_does(size: int) -> None:
-    # Its weight belongs above the learnt factor, whose gradient it is to weigh too.
-    scale, outputs = nn.Parameter(torch.tensor(0.3)), torch.ones(size, 4, requires_grad=True)
-    listed = torch.cat([row.sum().reshape(1) for row in outputs]).mean()
-    loss = listed * scale.exp() + outputs.sum()
-    edges = [edge for edge, _, _ in Walk(size).terms(loss.grad_fn)]
-    assert [(edge.node, edge.place) for edge in edges if edge] == [(loss.grad_fn, 0), (loss.grad_fn, 1)]
 
 
 def test_a_factor_that_is_learnt_is_walked_through() -> None:
@@ -78,7 +58,7 @@ def test_a_factor_that_is_learnt_is_walked_through() -> None:
 )
 def test_what_is_not_linear_is_unknown_and_named(make: Callable[[], torch.Tensor], operation: str | None) -> None:
     ((_, _, term),) = Walk(6).terms(make().grad_fn)
-    assert (term.operation if term.kind == "unknown" else None) == operation
+    assert (term.in_words() if term.kind == "unknown" else None) == operation
 
 
 def test_a_graph_that_is_too_long_is_not_walked_to_its_end(monkeypatch: pytest.MonkeyPatch) -> None:

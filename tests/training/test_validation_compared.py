@@ -1,4 +1,4 @@
-"""What is said of the loss of ``evaluate``, by whether it depends on micro-batches."""
+"""The loss of ``evaluate``, whose micro-batches are weighted, or joined, or of which it is said that it depends on them."""
 
 from __future__ import annotations
 
@@ -13,7 +13,6 @@ from torch.nn.functional import cross_entropy, mse_loss
 
 import autoaccum
 from autoaccum.testing import oom_at
-from autoaccum.training.validation_compared import ComparingValidator
 from tests.models import classes, mlp, noisy
 
 Loss = Callable[[Any, Any], Any]
@@ -37,12 +36,17 @@ def told(loss_fn: Loss | None = cross_entropy, model: Any = None, data: Any = No
     return "\n".join(str(each.message) for each in said)
 
 
-DEPEND: dict[str, tuple[Loss, dict[str, Any]]] = {
+TOLD: dict[str, tuple[Loss, dict[str, Any]]] = {
     "a sum beside num_items": (summed, {"num_items": ones}),
-    "a root": (lambda outputs, targets: mse_loss(outputs[:, 0], targets.float()).sqrt(), {}),
-    "kept from 0": (lambda outputs, targets: outputs.exp().sum() / ((targets == 1).sum() // 4).clamp(min=1), {}),
-    "a count of few": (lambda outputs, targets: outputs.exp().sum() / (targets == 1).sum().clamp(min=1), {}),
     "by names": (lambda outputs, targets: {"a": summed(outputs, targets)}, {"num_items": {"a": ones}}),
+}
+JOINED: dict[str, Loss] = {
+    "a root": lambda outputs, targets: mse_loss(outputs[:, 0], targets.float()).sqrt(),
+    "kept from 0": lambda outputs, targets: outputs.exp().sum() / ((targets == 1).sum() // 4).clamp(min=1),
+    "a count of few": lambda outputs, targets: outputs.exp().sum() / (targets == 1).sum().clamp(min=1),
+    "two means": lambda outputs, targets: (
+        (outputs * (targets == 1)[:, None]).sum() / (targets == 1).sum() + outputs.mean()
+    ),
 }
 DO_NOT: dict[str, tuple[Loss, dict[str, Any]]] = {
     "a mean": (cross_entropy, {}),
@@ -56,12 +60,31 @@ DO_NOT: dict[str, tuple[Loss, dict[str, Any]]] = {
 }
 
 
-@pytest.mark.parametrize("case", DEPEND)
+@pytest.mark.parametrize("case", TOLD)
 def test_a_loss_that_depends_on_micro_batches_is_told(case: str) -> None:
-    loss_fn, options = DEPEND[case]
+    loss_fn, options = TOLD[case]
     said = told(loss_fn, **options)
-    assert "The loss of 14 of the samples that are evaluated is" in said
+    assert "The loss of the first 15 samples is" in said
     assert "depends on the micro-batches that fit" in said
+
+
+@pytest.mark.parametrize("case", JOINED)
+def test_one_that_cannot_be_weighted_is_that_of_all_samples(case: str) -> None:
+    model, (inputs, targets) = mlp(), classes(50)
+    found = autoaccum.evaluate(model, (inputs, targets), loss_fn=JOINED[case], max_micro_batch=60)
+    whole = JOINED[case](model(inputs), targets).item()
+    assert found.loss == pytest.approx(whole)
+    assert told(JOINED[case]) == ""
+    # Of more samples than may be run at once it is the mean over windows of as many.
+    found = autoaccum.evaluate(model, (inputs, targets), loss_fn=JOINED[case], max_micro_batch=25)
+    halves = [JOINED[case](model(inputs[part]), targets[part]).item() for part in (slice(25), slice(25, 50))]
+    assert found.loss == pytest.approx(sum(halves) / 2)
+
+
+def test_data_that_are_read_once_are_not_joined() -> None:
+    inputs, targets = classes(50)
+    once = ((inputs[i : i + 10], targets[i : i + 10]) for i in range(0, 50, 10))
+    assert "depends on the micro-batches that fit" in told(JOINED["a root"], data=once)
 
 
 @pytest.mark.parametrize("case", DO_NOT)
@@ -71,29 +94,21 @@ def test_of_others_nothing_is_said(case: str) -> None:
 
 
 def test_it_says_how_far_the_loss_of_these_samples_is_off() -> None:
-    """Of the mean of maxima: the samples of 2, 4 and 8 are cut to 1 + 1, 1 + 3 and 2 + 6."""
+    """Of sums beside counts that are none of theirs: of samples 0 to 14 they are those of 0, 1 to 2, 3 to 6 and 7 to 14."""
     values = torch.arange(15.0)
-    whole = sum(size * last for size, last in ((2, 2), (4, 6), (8, 14)))
-    values[0] = whole / 14  # the sample of the first micro-batch, beside which the loss of all is that of the others
-    said = told(lambda outputs, _: outputs.max(), nn.Identity(), (values[:, None], values), max_micro_batch=8)
-    apart = sum(size * last for size, last in ((1, 1), (1, 2), (1, 3), (3, 6), (2, 8), (6, 14)))
-    assert f"is {(whole - apart) / whole * 100:.2g} % off" in said
+    said = told(
+        lambda outputs, _: outputs.sum(),
+        nn.Identity(),
+        (values[:, None], values),
+        num_items=lambda batch: len(batch[1]),
+    )
+    apart = (1 * 0 + 2 * 3 + 4 * 18 + 8 * 84) / 15
+    assert f"is {(105 - apart) / 105 * 100:.2g} % off" in said
 
 
 def test_parts_have_as_many_samples_as_the_model_needs() -> None:
     model = nn.Sequential(nn.Linear(8, 3), nn.BatchNorm1d(3, track_running_stats=False))
-    assert "The loss of 28 of the samples" in told(DEPEND["a root"][0], model)
-
-
-def test_nothing_is_computed_again_where_nothing_is_in_doubt() -> None:
-    seen: list[int] = []
-
-    def loss_fn(outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-        seen.append(len(targets))
-        return cross_entropy(outputs, targets)
-
-    assert told(loss_fn) == ""
-    assert sum(seen) == 50
+    assert "The loss of the first 30 samples" in told(summed, model, num_items=lambda batch: len(batch[1]))
 
 
 def test_what_16_bits_round_is_not_told() -> None:
@@ -105,11 +120,14 @@ def test_what_16_bits_round_is_not_told() -> None:
     def short(outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
         return off(outputs, targets).bfloat16()
 
+    def samples(batch: Any) -> int:
+        return len(batch[1])
+
     inputs, targets = classes(50)
-    assert told(off)
-    assert told(off, precision="bf16") == ""
-    assert told(off, mlp().bfloat16(), (inputs.bfloat16(), targets)) == ""
-    assert told(short) == ""
+    assert told(off, num_items=samples)
+    assert told(off, precision="bf16", num_items=samples) == ""
+    assert told(off, mlp().bfloat16(), (inputs.bfloat16(), targets), num_items=samples) == ""
+    assert told(short, num_items=samples) == ""
 
 
 def test_nothing_of_it_remains() -> None:
@@ -132,31 +150,24 @@ def test_nothing_of_it_remains() -> None:
     assert torch.get_rng_state().equal(state)
     second = autoaccum.evaluate(model, (inputs, targets), loss_fn=drawn)
     assert (first.loss, first.num_samples) == (second.loss, 50)
-    root, counting = DEPEND["a root"][0], Counting(8, 3)
-    once = ((inputs[i : i + 10], targets[i : i + 10]) for i in range(0, 50, 10))
-    assert told(root, data=once) == ""
-    calls = []
-    for loss_fn in (cross_entropy, root):
+    counting, calls = Counting(8, 3), []
+    for options in ({}, {"num_items": lambda batch: len(batch[1])}):
         counting.calls = 0
-        told(loss_fn, counting)
+        told(cross_entropy, counting, **options)
         calls.append(counting.calls)
     assert calls[0] == calls[1] > 1
 
 
-def test_memory_that_runs_out_in_it_is_nobodys(monkeypatch: pytest.MonkeyPatch) -> None:
-    model, data, (root, _) = mlp(), classes(50), DEPEND["a root"]
+def test_memory_that_runs_out_in_it_is_nobodys() -> None:
+    model, data, (loss_fn, options) = mlp(), classes(50), TOLD["a sum beside num_items"]
     with oom_at(None) as all_of_it:
-        said = told(root, model, data)
-    with monkeypatch.context() as without, oom_at(None) as the_pass:
-        without.setattr(ComparingValidator, "_share_off", lambda self, losses: 0.0)
-        assert told(root, model, data) == ""
-    assert the_pass.operations + 20 < all_of_it.operations
+        said = told(loss_fn, model, data, **options)
     heard = set()
-    for operation in range(the_pass.operations + 1, all_of_it.operations + 1):
+    for operation in range(1, all_of_it.operations + 1):
         with oom_at(operation):
-            heard.add(told(root, model, data))
-    assert heard <= {"", said}
-    assert "" in heard
+            heard.add(told(loss_fn, model, data, **options))
+    # Of the other micro-batches that are run then it is off by another share.
+    assert {text.split(" is ")[0] for text in heard} == {"", said.split(" is ")[0]}
 
 
 def test_a_mean_that_cannot_be_read_is_told() -> None:

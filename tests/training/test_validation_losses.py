@@ -11,12 +11,17 @@ import torch
 from autoaccum.loss.reading import Numbers
 from autoaccum.loss.terms import NONE, Reduction
 from autoaccum.training import validation_losses
-from autoaccum.training.validation_losses import CountedLosses, Losses, OneLoss, read
+from autoaccum.training.validation_losses import Loss, Losses, read
 from tests.devices import DEVICE
 
 
-def one(value: float, items: Any, size: int = 2) -> OneLoss:
-    return OneLoss(torch.tensor(value, device=DEVICE), Reduction(items), size)
+def one(value: float, items: Any, size: int = 2) -> Loss:
+    return Loss({"": torch.tensor(value, device=DEVICE)}, {"": Reduction(items)}, size)
+
+
+def named(**losses: tuple[float, Any]) -> Loss:
+    values = {name: torch.tensor(value) for name, (value, _) in losses.items()}
+    return Loss(values, {name: Reduction(items) for name, (_, items) in losses.items()}, 2)
 
 
 def joined(*losses: tuple[int, Any]) -> float:
@@ -43,15 +48,15 @@ def test_a_sum_that_counts_none_is_added_and_nothing_where_all_do() -> None:
 
 
 def test_by_their_names_each_over_its_own_items() -> None:
-    first = CountedLosses({"a": torch.tensor(1.0), "b": torch.tensor(2.0)}, {"a": 1.0, "b": 3.0})
-    second = CountedLosses({"a": torch.tensor(3.0)}, {"a": torch.tensor(3)})
+    first = named(a=(1.0, 1.0), b=(2.0, 3.0))
+    second = named(a=(3.0, torch.tensor(3)))
     assert joined((2, first), (1, second)) == pytest.approx((1 + 9) / 4 + 2)
 
 
 def test_each_that_has_a_name_is_told_by_itself_and_one_that_counts_nothing_is_not() -> None:
-    found, none = Losses(), torch.tensor(math.nan)
-    found.add(2, CountedLosses({"a": torch.tensor(1.0), "b": none}, {"a": 1.0, "b": 0.0}))
-    found.add(1, CountedLosses({"a": torch.tensor(3.0), "b": none}, {"a": 3.0, "b": 0.0}))
+    found = Losses()
+    found.add(2, named(a=(1.0, 1.0), b=(math.nan, 0.0)))
+    found.add(1, named(a=(3.0, 3.0), b=(math.nan, 0.0)))
     read([found])
     assert found.joined() == (2.5, {"loss/a": 2.5})
 
@@ -68,7 +73,7 @@ def test_many_are_read_as_they_come(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_reading_that_failed_half_way_is_done_again() -> None:
-    class Failing(OneLoss):
+    class Failing(Loss):
         is_full = True
 
         def parts(self) -> list[validation_losses.Part]:
@@ -79,8 +84,16 @@ def test_a_reading_that_failed_half_way_is_done_again() -> None:
 
     losses = Losses()
     losses.add(1, one(1.0, 1.0, 1))
-    losses.add(1, Failing(torch.tensor(3.0), Reduction(1.0), 1))
+    losses.add(1, Failing({"": torch.tensor(3.0)}, {"": Reduction(1.0)}, 1))
     with pytest.raises(torch.OutOfMemoryError):
         losses.take_read(Numbers())
     read([losses])
     assert losses.joined() == (2.0, {})
+
+
+def test_a_sum_is_added_up_and_a_mean_averaged_as_was_measured() -> None:
+    found = Losses()
+    for value in (3.0, 5.0):
+        found.add(2, one(value, 2.0))
+    read([found])
+    assert [found.joined(hypothesis)[0] for hypothesis in (None, "items", "sum")] == [4.0, 4.0, 8.0]

@@ -10,7 +10,7 @@ import torch
 from torch.nn.functional import cross_entropy
 
 from autoaccum.loss.reductions import read
-from autoaccum.loss.terms import Reduction, Term
+from autoaccum.loss.terms import Factor, Reduction, Term
 from autoaccum.verification.certain import CLAMPED, HIDDEN, PENALTIES, SEVERAL, why_uncertain, why_unweighted
 from autoaccum.window.gradient import is_kept_from_none
 from autoaccum.window.job import Job
@@ -108,7 +108,7 @@ def test_a_graph_that_tells_nothing_is_uncertain_but_for_compiled_code_of_sample
     assert found(in_a_root, counts_samples=True) == HIDDEN
 
     def compiled(counts_samples: bool, *counts: float) -> str | None:
-        term = Term("unknown", operation="CompiledFunctionBackward")
+        term = Term(operation="CompiledFunctionBackward")
         reductions = [Reduction(count, (term,)) for count in counts]
         return why_uncertain(
             job_of(), SIZES, counts, reductions, is_sum=False, counts_samples=counts_samples
@@ -143,7 +143,7 @@ def test_some_graphs_show_before_any_measurement_that_no_weight_is_certain(loss:
 
 def test_a_division_by_one_is_of_no_matter_where_samples_count_alike() -> None:
     counts = [1.0, 2.0]
-    terms = [Term("mean", divisor=count, numbers=4, is_one=count == 1, is_counted=True) for count in counts]
+    terms = [Term(factor=Factor().times("Div", count, False), numbers=4) for count in counts]
     reductions = [Reduction(count, (term,), (0.1,)) for count, term in zip(counts, terms, strict=True)]
     for sizes, why in (([1, 2], None), ([2, 2], CLAMPED)):
         assert why_unweighted(job_of(), sizes, counts, reductions) == why

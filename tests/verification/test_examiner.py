@@ -399,7 +399,7 @@ class TestNothingCounts:
     def test_where_samples_together_have_a_loss_it_is_said(self) -> None:
         targets = classes(24)[1]
         found = self.causes(comparing, targets, micro_batch=1)
-        assert found == ["The loss does not average over"]
+        assert found == ["The loss is neither a mean ove"]
         with pytest.raises(NotExactError, match="off the whole window's"):
             self.causes(comparing, targets, micro_batch=1, strict=True)
 

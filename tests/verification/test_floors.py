@@ -242,6 +242,7 @@ class TestIn64Bits:
 
         assert autoaccum.check(model, batch, loss_fn=loss, device="cpu").passed is False
 
+    @pytest.mark.weighted
     def test_where_there_is_no_memory_for_it_what_32_bits_have_shown_stands(
         self, monkeypatch: pytest.MonkeyPatch
     ) -> None:
@@ -253,6 +254,7 @@ class TestIn64Bits:
         assert autoaccum.check(model, batch, loss_fn=cross_entropy, device="cpu").passed is False
         assert {p.dtype for p in model.parameters()} == {torch.float32}
 
+    @pytest.mark.weighted
     def test_whoever_holds_what_adds_to_gradients_keeps_it(self) -> None:
         model, batch = convolutions()
         seen: list[int] = []
@@ -285,6 +287,7 @@ class TestIn64Bits:
         assert autoaccum.check(model, batch, loss_fn=loss, device="cpu").passed is False
         assert model.seen.dtype is torch.float32
 
+    @pytest.mark.weighted
     @pytest.mark.parametrize("wrong", [0.0, 1e-3])
     @pytest.mark.parametrize("how", ["weights", "product", "float", "type", "softmax", "written"])
     def test_code_that_is_written_for_32_bits_is_computed_in_64(self, how: str, wrong: float) -> None:

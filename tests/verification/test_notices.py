@@ -55,7 +55,7 @@ def test_parameters_of_sixteen_bits_are_named(dtypes: list[torch.dtype], cause: 
 
 def means(*items: float) -> list[Reduction]:
     """Of losses that are means over so many targets each."""
-    return [Reduction(count, (Term("mean", divisor=count, numbers=100, is_items=True),)) for count in items]
+    return [Reduction(count, (Term(means=count, numbers=100, counts_items=True),)) for count in items]
 
 
 def test_a_doubt_is_said_with_its_reason_and_its_cure() -> None:
@@ -149,7 +149,7 @@ def test_hooks_that_run_once_a_gradient_is_there_are_found() -> None:
 
 
 def test_a_doubt_of_the_graphs_is_worded_as_a_cause() -> None:
-    unknown = [Reduction(size, (Term("unknown", operation="Sqrt"),)) for size in (4, 3)]
+    unknown = [Reduction(size, (Term(operation="Sqrt"),)) for size in (4, 3)]
     notice = doubt_of([4, 3], unknown)
     assert notice is not None
     assert notice.cause.startswith("The loss does not average over samples or items alone, nor sum them: ")

@@ -16,8 +16,8 @@ from autoaccum.verification import readings
 from autoaccum.window.gradient import Gradient
 from tests.verification.making import job_of
 
-UNKNOWN = Reduction(3.0, (Term("unknown", operation="Exp"),))
-MEAN = Reduction(4.0, (Term("mean", divisor=4.0),))
+UNKNOWN = Reduction(3.0, (Term(operation="Exp"),))
+MEAN = Reduction(4.0, (Term(means=4.0, averages=True),))
 
 
 def gradient(*reductions: Reduction, sizes: tuple[int, ...] = (2, 3), is_sum: bool = False) -> Gradient:
@@ -51,7 +51,7 @@ def test_whether_another_hypothesis_weighs_alike(before: Any, after: Any, is_sum
 
 
 def test_compiled_code_hides_what_counts() -> None:
-    compiled = Reduction(2.0, (Term("unknown", operation="CompiledFunctionBackward"),))
+    compiled = Reduction(2.0, (Term(operation="CompiledFunctionBackward"),))
     assert readings.is_hidden(gradient(MEAN, compiled))
     assert not readings.is_hidden(gradient(MEAN, UNKNOWN))
 
@@ -65,7 +65,7 @@ def test_what_speaks_against_weights_that_nothing_was_measured_of() -> None:
         found = replace(gradient(*shown), conclusion=conclude((2, 3), shown))
         return [notice.cause for notice in readings.doubts(job_of(**options), found, shown)]
 
-    penalised = Reduction(1.0, (Term("sum", numbers=2),), (0.1,)), Reduction(1.0, (Term("sum", numbers=3),), (0.1,))
+    penalised = Reduction(1.0, (Term(numbers=2),), (0.1,)), Reduction(1.0, (Term(numbers=3),), (0.1,))
     (unknown,) = said(UNKNOWN, UNKNOWN)
     assert unknown.endswith("its graph leads to Exp, which says nothing of it")
     for options in ({}, {"reduction": "sum"}):  # which does not say that there is a penalty

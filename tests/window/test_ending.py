@@ -45,7 +45,7 @@ def device() -> torch.device:
 def test_all_of_it_is_on_the_host(device: torch.device) -> None:
     ending, late = Ending(gradients(device)), Late(torch.tensor(7.0, device=device))
     ending.measure(clips=True)
-    term = Term("mean", divisor=torch.tensor(6.0, device=device))
+    term = Term(means=torch.tensor(6.0, device=device), averages=True)
     losses = [torch.tensor(0.5, device=device), None]
     known = ending.read(losses, [Reduction(torch.tensor(6.0, device=device), (term,)), Reduction(0.0)], {}, [late])
     assert known is not None

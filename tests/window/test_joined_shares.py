@@ -83,7 +83,9 @@ class TestTogether:
 
     def test_outputs_that_differ_between_ranks_have_the_module_opened_on_all(self) -> None:
         whole = model()
-        together = TogetherRanks(Ranks([((5, 7), torch.float32, (0, 1))]), Layout([whole]), torch.device("cpu"), [3, 2])  # type: ignore[arg-type]
+        together = TogetherRanks(
+            Ranks(([((5, 7), torch.float32, (0, 1), None)], [True])), Layout([whole]), torch.device("cpu"), [3, 2]
+        )  # type: ignore[arg-type]
         with (
             pytest.raises(NotRowsError, match="differ between ranks") as raised,
             SplitCalls(together._layout, (2, 1), torch.device("cpu"), ranks=together),

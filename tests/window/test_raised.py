@@ -110,3 +110,14 @@ def test_the_range_of_whole_numbers_is_told_where_there_is_one() -> None:
     assert error.__notes__ == [
         "autoaccum was running the step's one sample, of shapes (1, 2) with values 4 to 9, (0,), (1,)."
     ]
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_step_that_has_read_data_of_its_own_to_their_end_is_told_why() -> None:
+    others = iter(torch.randn(3, 4, 8))
+    with pytest.raises(StopIteration) as raised:
+        autoaccum.fit(
+            torch.nn.Linear(8, 3), torch.randn(12, 8), effective_batch=4, progress=False,
+            training_step=lambda model, batch: model(batch).mean() * model(next(others)).mean(),
+        )  # fmt: skip
+    assert any("zip(loader, other)" in note for note in raised.value.__notes__)

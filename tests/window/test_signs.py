@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from autoaccum.loss.terms import Reduction, Term
+from autoaccum.loss.terms import Factor, Reduction, Term
 from autoaccum.window.gradient import Signs, are_doubtful, are_terms_apart, is_kept_from_none
 
 
@@ -52,8 +52,10 @@ class TestSigns:
 
 
 def of_two(first: float, second: float, kind: str = "mean") -> Reduction:
-    terms = (Term("mean", divisor=first), Term(kind, divisor=second))  # type: ignore[arg-type]
-    return Reduction(first, terms=terms)
+    operation = "Sqrt" if kind == "unknown" else ""
+    return Reduction(
+        first, (Term(means=first, averages=True), Term(second, averages=kind == "mean", operation=operation))
+    )
 
 
 class TestTerms:
@@ -77,7 +79,7 @@ class TestTerms:
 
 
 def test_counts_are_doubtful_where_something_is_divided_by_1_and_samples_do_not_count_alike() -> None:
-    one, three = (Reduction(n, terms=(Term("mean", divisor=n, is_one=n == 1),)) for n in (1.0, 3.0))
+    one, three = (Reduction(n, terms=(Term(factor=Factor().times("Div", n, False)),)) for n in (1.0, 3.0))
     assert are_doubtful([4, 4], [3.0, 1.0], [three, one])
     assert not are_doubtful([4, 4], [1.0, 1.0], [one, one])
     assert not are_doubtful([4, 4], [3.0, 3.0], [three, three])
@@ -89,7 +91,7 @@ class TestKeptFromNone:
     """A loss of 0 of a micro-batch that counts items, as where ``clamp(min=1)`` makes one of none."""
 
     def kept(self, counts: list[float], losses: list[float | None], *, has_terms: bool = True) -> bool:
-        reductions = [Reduction(n, terms=(Term("mean", divisor=n),) * has_terms) for n in counts]
+        reductions = [Reduction(n, terms=(Term(means=n, averages=True),) * has_terms) for n in counts]
         tensors = [None if loss is None else torch.tensor(loss) for loss in losses]
         return is_kept_from_none([4, 4], counts, reductions, tensors)
 

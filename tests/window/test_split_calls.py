@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from autoaccum.window.split_calls import (
+    Known,
     Layout,
     MovedError,
     NotRowsError,
@@ -155,7 +156,7 @@ def test_a_buffer_that_changes_before_backward_is_noticed_and_then_copied() -> N
 def test_what_was_measured_is_split_and_nothing_else() -> None:
     model = net()
     layout = Layout([model])
-    layout.rows["something else"] = (((0, 1),), ((0, 1),))
+    layout.rows["something else"] = [Known(((0, 1),), ((0, 1),))]
     with pytest.raises(UnknownCallError), SplitCalls(layout, (3, 5), CPU):
         model(inputs())
 
@@ -170,10 +171,13 @@ def test_an_argument_that_has_lost_its_rows_is_no_constant() -> None:
     model = Pooled()
     layout = Layout([model])
     x = inputs().requires_grad_()
-    call = "0. [(2, 'torch.float64'), (2, 'torch.float64')] [] True True"
-    layout.rows[call] = (((0, 1), (0, 2)), ((0, 1),))
+    layout.rows["something else"] = [Known(((0, 1),), ((0, 1),))]
+    others = torch.randn(15, 4, dtype=torch.float64)
+    with pytest.raises(UnknownCallError) as unknown, SplitCalls(layout, (3, 5), CPU):
+        model(x, others)
+    layout.rows = {unknown.value.signature: [Known(((0, 1), (0, 2)), ((0, 1),))]}
     with pytest.raises(NotRowsError, match="no longer a row"), SplitCalls(layout, (3, 5), CPU):
-        model(x, torch.randn(15, 4, dtype=torch.float64))
+        model(x, others)
 
 
 def test_a_layout_outlives_its_process() -> None:
@@ -181,7 +185,7 @@ def test_a_layout_outlives_its_process() -> None:
     layout, again = Layout([model]), Layout([other])
     layout.open(model)
     layout.copy(model[0])
-    layout.rows["a call"] = (((0, 1), None), ((1, 2),))
+    layout.rows["a call"] = [Known(((0, 1), None), ((1, 2),)), Known((None, None), (None,))]
     again.load_state_dict(layout.state_dict())
     assert again.state_dict() == layout.state_dict()
     assert again.is_opened(other)
