@@ -25,7 +25,7 @@ class Term:
     """
 
     means: Count = 1.0
-    """What its means divide by, all together."""
+    """The product of the divisors of its means."""
     factor: Factor = field(default_factory=lambda: Factor())
     """The constants that it is multiplied with."""
     averages: bool = False

@@ -273,7 +273,7 @@ class Examiner:
             is_passed, after = self._occasions.status == "passed", self._transaction.hypothesis
             if self.joins and is_passed:
                 self.uncertain = self._why_uncertain(gradient)
-            elif self.joins and after is None and gradient.is_kept_from_none and not self._is_stated():
+            elif self.joins and after is None and gradient.is_kept_from_none and not readings.is_told(self._job):
                 self.uncertain = KEPT  # of samples whose gradient is 0 nothing could be measured
             # What was measured is true of code as it is written, of which windows that run compiled code see nothing.
             is_read = is_passed and after == "items" and not self._counts_samples
@@ -299,9 +299,6 @@ class Examiner:
     def _is_to_be_joined(self, gradient: Gradient) -> bool:
         """Return whether a window is not finite, which may be for a micro-batch that has nothing to divide by."""
         return not gradient.is_finite and self.joins and not self._has_tried_joining
-
-    def _is_stated(self) -> bool:
-        return self._job.num_items is not None or self._job.reduction is not None
 
     def _why_uncertain(self, gradient: Gradient) -> str | None:
         if gradient.is_kept_from_none and self._transaction.hypothesis == "items":

@@ -185,13 +185,12 @@ class Joiner:
         """Begin with nothing measured."""
         self.job = job
         self._rounds = 0
-        self._modes: list[bool] | None = None
         self._settings: dict[Any, Any] = {}
         self._seen: Attributes | None = None  # all that settings are among
         self._flags: list[tuple[torch.Tensor, int]] = []  # tensors that may be written to, with their versions
         self._changes = Counter[Any]()  # of each setting
 
-    def is_due(self, modes: list[bool], number: int) -> bool:
+    def is_due(self, number: int) -> bool:
         """Return whether a joined window is to be measured; to be asked once a window.
 
         That is the second one, the 10th, 100th and so on, and one of modules with other layers, hooks or settings
@@ -219,7 +218,6 @@ class Joiner:
         self,
         window: Window,
         layout: Layout | None,
-        modes: list[bool],
         *,
         number: int,
         reason: str,
@@ -232,7 +230,6 @@ class Joiner:
         Args:
             window: its samples.
             layout: what is known of how modules are split; None where that is nothing.
-            modes: whether each module is in training mode.
             number: of the window.
             reason: why windows are joined.
             most: samples that there is room for at once.
@@ -243,7 +240,7 @@ class Joiner:
             the layout, None where nothing was measured; what was measured; why nothing was.
         """
         started = clock.now()
-        self._rounds, self._modes = self._rounds + 1, modes
+        self._rounds += 1
         parameters = [p for module in self.job.modules for p in module.parameters()]
         if notices.has_backward_hooks(parameters):
             return None, None, "hooks that run once a gradient is accumulated would run in a measurement, too"
@@ -258,11 +255,11 @@ class Joiner:
 
     def state_dict(self) -> dict[str, Any]:
         """Return what was measured, for a checkpoint."""
-        return {"rounds": self._rounds, "modes": self._modes}
+        return {"rounds": self._rounds}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Put back what ``state_dict`` returned."""
-        self._rounds, self._modes = state["rounds"], state["modes"]
+        self._rounds = state["rounds"]
 
 
 def _settings_of(layers: Sequence[nn.Module], owners: Sequence[Any]) -> dict[Any, Any]:

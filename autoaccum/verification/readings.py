@@ -43,8 +43,12 @@ def pieces(gradient: Gradient) -> list[tuple[int, int]]:
 def suspicion(job: Job, sizes: Sequence[int], shown: Sequence[Reduction]) -> Notice | None:
     """Return what the graphs say against a loss that was measured not to add up; None where they say nothing."""
     # What its graph does not tell, the user has told.
-    is_told = job.num_items is not None or job.reduction is not None
-    return None if is_told else notices.doubt_of(sizes, shown)
+    return None if is_told(job) else notices.doubt_of(sizes, shown)
+
+
+def is_told(job: Job) -> bool:
+    """Return whether the user has said what a loss is, or is a mean over."""
+    return job.num_items is not None or job.reduction is not None
 
 
 def doubts(job: Job, gradient: Gradient, shown: Sequence[Reduction]) -> list[Notice]:

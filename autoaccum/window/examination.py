@@ -100,14 +100,13 @@ class Examiner(Protocol):
 class Joiner(Protocol):
     """What measures joined windows: see ``verification.joining``."""
 
-    def is_due(self, modes: list[bool], number: int) -> bool:
+    def is_due(self, number: int) -> bool:
         """Return whether a joined window is to be measured."""
 
     def measure(
         self,
         window: Window,
         layout: Layout | None,
-        modes: list[bool],
         *,
         number: int,
         reason: str,

@@ -123,7 +123,6 @@ _JOINED = entries(
             }
         ),
         "rounds": whole(),
-        "modes": optional(every(a(bool))),
     }
 )
 

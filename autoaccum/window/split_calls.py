@@ -908,7 +908,8 @@ def _told(value: Any) -> str:
     """Return words for a value by which code may take another branch, the same in another process."""
     if callable(value):
         return f"{getattr(value, '__module__', '')}.{getattr(value, '__qualname__', type(value).__qualname__)}"
-    return str(value)
+    # The words of other objects, such as a generator, hold their address.
+    return str(value) if isinstance(value, (*_PLAIN, Enum)) else type(value).__qualname__
 
 
 def _plain_lists(arguments: Any) -> Iterator[int]:

@@ -238,7 +238,7 @@ class Step:
         self._due = False
         group = self.transaction.group
         if self._is_joined and self._joiner is not None:
-            self._due = self._joiner.is_due(self.transaction.snapshot.modes(), self.number + 1)
+            self._due = self._joiner.is_due(self.number + 1)
             # Modules may count on one rank what they do not on another.
             self._due = self._due if group is None else any(group.exchange(self._due))
         if self._due and (group is None or group.is_first):
@@ -575,8 +575,7 @@ class Step:
 
         def measured() -> tuple[Layout | None, Joined | None, str]:
             with self.meter.aside():
-                modes = self.transaction.snapshot.modes()
-                return joiner.measure(window, layout, modes, number=number, reason=self._reason, most=room, **how)
+                return joiner.measure(window, layout, number=number, reason=self._reason, most=room, **how)
 
         if group is None:
             found, event, self._why_not_joined = measured()

@@ -16,6 +16,7 @@ from autoaccum.window.split_calls import (
     NotRowsError,
     SplitCalls,
     UnknownCallError,
+    _told,
     called_children,
     joined_rows,
     rows_of,
@@ -202,3 +203,8 @@ def test_nothing_is_split_where_there_is_one_micro_batch() -> None:
     with SplitCalls(Layout([model]), (8,), CPU) as split:
         assert model(inputs()).grad_fn is not None
     assert split.num_calls == 0
+
+
+def test_what_has_an_address_is_told_by_its_type() -> None:
+    assert _told(torch.Generator()) == _told(torch.Generator()) == "Generator"
+    assert _told(torch.sin) != _told(torch.cos)
