@@ -22,6 +22,7 @@ from results import write_table
 from torch import nn
 from torch.nn.functional import cross_entropy, linear_cross_entropy
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import checkpoint
 
 import autoaccum
 from autoaccum._units import format_bytes
@@ -78,7 +79,7 @@ TASKS: dict[str, tuple[Callable[[], nn.Module], Callable[[], Any]]] = {
 }
 
 
-def step_loss(model: nn.Module, batch: Any) -> torch.Tensor:
+def step_loss(model: Callable[[Any], Any], batch: Any) -> torch.Tensor:
     outputs = model(batch[0])
     return cross_entropy(outputs.flatten(0, -2), batch[1].flatten())
 
@@ -105,6 +106,44 @@ def by_hand(model: nn.Module, batch: Any) -> Callable[[], float]:
     return step
 
 
+def joined_by_hand(model: nn.Module, batch: Any) -> Callable[[], float]:
+    """Return the least that a joined step may cost: it puts nothing back and serves this one model."""
+    optimizer = torch.optim.SGD(model.parameters(), 0.01)
+
+    def step() -> float:
+        optimizer.zero_grad()
+        parts = batch[0].chunk(PARTS)
+        with torch.no_grad():
+            found = [model(part) for part in parts[:-1]]
+        last = model(parts[-1])
+        outputs = torch.cat([*found, last.detach()]).requires_grad_()
+        loss = step_loss(lambda _: outputs, batch)
+        loss.backward()
+        assert outputs.grad is not None
+        *gradients, of_last = outputs.grad.chunk(PARTS)
+        last.backward(of_last)
+        for part, gradient in zip(parts, gradients, strict=False):
+            model(part).backward(gradient)
+        optimizer.step()
+        return float(loss)
+
+    return step
+
+
+def checkpointed_by_hand(model: nn.Module, batch: Any) -> Callable[[], float]:
+    optimizer = torch.optim.SGD(model.parameters(), 0.01)
+
+    def step() -> float:
+        optimizer.zero_grad()
+        outputs = [checkpoint(model, part, use_reentrant=False) for part in batch[0].chunk(PARTS)]
+        loss = step_loss(lambda _: torch.cat(outputs), batch)
+        loss.backward()
+        optimizer.step()
+        return float(loss)
+
+    return step
+
+
 def by_accumulator(model: nn.Module, batch: Any, accumulate: str, step: Any = step_loss, **sizes: Any) -> Any:
     optimizer = torch.optim.SGD(model.parameters(), 0.01)
     sizes = {name: len(batch[0]) * parts // PARTS for name, parts in (sizes or {"micro_batch": 1}).items()}
@@ -114,6 +153,8 @@ def by_accumulator(model: nn.Module, batch: Any, accumulate: str, step: Any = st
 
 WAYS: dict[str, Callable[[nn.Module, Any], Callable[[], float]]] = {
     "hand-written loop": by_hand,
+    "joined, written by hand": joined_by_hand,
+    "PyTorch's checkpoint of each part": checkpointed_by_hand,
     "weighted": lambda model, batch: by_accumulator(model, batch, "weighted"),
     "joined": lambda model, batch: by_accumulator(model, batch, "joined"),
     # The last micro-batch, whose graph is kept, is as large as memory allows: here six of eight parts.

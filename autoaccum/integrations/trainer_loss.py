@@ -14,6 +14,8 @@ from autoaccum.integrations.trainer_batches import Layout
 
 _TOKENS = "autoaccum_tokens"
 """The name by which the tokens of micro-batches are handed on, beside what a trainer calls its metrics."""
+_CALL = "a call of log: "
+"""Begins the names of numbers that were passed to ``trainer.log``."""
 
 EXTREMES: dict[str, Callable[[Any], Any]] = {"min_reward": min, "max_reward": max}
 """Notes that are no means: the least and the largest of a batch, as RewardTrainer notes them."""
@@ -39,7 +41,9 @@ class LossOfTrainer:
         # measured, whether the model divides by the count that it is passed or, as many do, by one of its own.
         with alone(trainer), trainer.compute_loss_context_manager(), logging_of(trainer, "train") as logged:
             items = trainer._get_num_items_in_batch([batch], trainer.args.device)
-            loss = trainer.compute_loss(model, batch, num_items_in_batch=items)
+            with calls_of_log(trainer) as calls:
+                loss = trainer.compute_loss(model, batch, num_items_in_batch=items)
+        logged.found |= calls
         if not logged.found:
             return loss
         num_samples = self._layout.count(rows)
@@ -111,8 +115,40 @@ def logging_of(trainer: Any, mode: str) -> Iterator[Logged]:
             trainer._total_train_tokens = tokens
 
 
+@contextmanager
+def calls_of_log(trainer: Any) -> Iterator[dict[str, list[float]]]:
+    """Keep the numbers that are passed to ``trainer.log`` within this: they are logged once for the window."""
+    found: dict[str, list[float]] = {}
+    log, own = trainer.log, vars(trainer).get("log")
+
+    def note(logs: Mapping[str, Any], *args: Any, **kwargs: Any) -> None:
+        others = {name: value for name, value in logs.items() if not _is_number(value)}
+        for name, value in logs.items():
+            if name not in others:
+                found.setdefault(_CALL + name, []).append(float(value))
+        if others:
+            log(others, *args, **kwargs)
+
+    trainer.log = note
+    try:
+        yield found
+    finally:
+        if own is None:
+            del trainer.log
+        else:
+            trainer.log = own
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, (int, float)) or (isinstance(value, torch.Tensor) and value.numel() == 1)
+
+
 def log_window(trainer: Any, outputs: Mapping[str, Any]) -> None:
     """Note once for the whole window what micro-batches would have noted each, where a trainer does so."""
+    calls = {name.removeprefix(_CALL): float(value) for name, value in outputs.items() if name.startswith(_CALL)}
+    if calls:
+        trainer.log(calls)
+    outputs = {name: value for name, value in outputs.items() if not name.startswith(_CALL)}
     metrics = getattr(trainer, "_metrics", None)
     if not isinstance(metrics, dict) or not outputs:
         return

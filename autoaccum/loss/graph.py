@@ -58,6 +58,8 @@ _OF_PENALTIES |= {
 }
 _OF_PENALTIES |= {"Trace", "ViewAsReal"}
 
+_HALVES = (torch.bfloat16, torch.float16)
+
 # The attributes in which those operations keep an input that has no graph of its own.
 _CONSTANTS = ("_saved_self", "_saved_other", "_saved_mat2", "_saved_target")
 
@@ -193,6 +195,23 @@ def value_of(count: torch.Tensor) -> float | torch.Tensor:
     while isinstance(value, list):
         value = value[0]
     return float(value)
+
+
+def has_halves(loss: torch.Tensor) -> bool:
+    """Return whether anything in the graph of a loss was converted to 16 bits, as by an autocast."""
+    seen = {loss.grad_fn}
+    waiting = [loss.grad_fn]
+    while waiting:
+        node = waiting.pop()
+        if node is None:
+            continue
+        if node.name() == "ToCopyBackward0" and any(one.dtype in _HALVES for one in node._input_metadata):
+            return True
+        for one, _ in node.next_functions:
+            if one is not None and one not in seen:
+                seen.add(one)
+                waiting.append(one)
+    return False
 
 
 @contextmanager

@@ -228,13 +228,17 @@ def verified_text(event: Verified) -> str:
     verdict = "exact" if event.passed else "not exact"
     where = "" if event.passed or event.tensor is None else f" in {event.tensor}"
     loss = WORDS[event.hypothesis]
+    allowed = _allowed(event)
+    return (
+        f"step {event.step}: micro-batches are weighted: {verdict}, relative error {event.error:.1e}{where} "
+        f"({allowed}; {event.samples} samples split {cuts}; the loss is {loss})"
+    )
+
+
+def _allowed(event: Verified | Joined) -> str:
     # What passes only for rounding, as 64 bits show, is taken for the tolerance itself.
     is_rounded = event.passed and event.error == event.tolerance
-    allowed = "within measured rounding" if is_rounded else f"{event.tolerance:.0e} allowed"
-    return (
-        f"step {event.step}: gradient check: {verdict}, relative error {event.error:.1e}{where} ({allowed}; "
-        f"{event.samples} samples split {cuts}; the loss is {loss})"
-    )
+    return "within measured rounding" if is_rounded else f"{event.tolerance:.0e} allowed"
 
 
 _SAVES_LITTLE = 0.5
@@ -249,10 +253,11 @@ def joined_text(event: Joined) -> str:
     if event.held > _SAVES_LITTLE:
         names = [*event.opened[:2], *(["others"] if len(event.opened) > 2 else [])]
         whole = ", ".join(names) or "the step's own code"
-        more = f", for the full batch runs through {whole} (of BatchNorm layers, batch_norm='ghost:32' saves more)"
+        more = f", for the full batch runs through {whole}"
+        more += " (if these are BatchNorm layers, batch_norm='ghost:32' saves more)" if names else ""
     return (
         f"step {event.step}: micro-batches are joined: {verdict}, relative error {event.error:.1e}{where} "
-        f"({event.tolerance:.0e} allowed; {event.samples} samples); a step holds {event.held:.0%} of what the full "
+        f"({_allowed(event)}; {event.samples} samples); a step holds {event.held:.0%} of what the full "
         f"batch holds for backward, and a micro-batch{more}. Reason: {event.reason}"
     )
 

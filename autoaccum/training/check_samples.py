@@ -50,7 +50,14 @@ class _GivenBatch:
         return batches.to_device(self._split(self._batch, start, size), self._device, copy=True)
 
     def samples(self, positions: Sequence[int]) -> Any:
-        return self._split.join([self._split(self._batch, position, 1) for position in positions])
+        # Neighbours are taken together: a sample at a time takes longer than the steps that are measured.
+        runs: list[list[int]] = []
+        for position in positions:
+            if runs and position == runs[-1][-1] + 1:
+                runs[-1].append(position)
+            else:
+                runs.append([position])
+        return self._split.join([self._split(self._batch, run[0], len(run)) for run in runs])
 
     def example(self, num_samples: int) -> Any:
         return self.micro_batch(0, num_samples)

@@ -36,7 +36,7 @@ from autoaccum.training.options import CHECKS, OF_CHECK, modules_of
 from autoaccum.training.synonyms import answering
 from autoaccum.training.traces import no_trace
 from autoaccum.verification import notices
-from autoaccum.verification.certain import why_uncertain, why_unweighted
+from autoaccum.verification.certain import DRAWN, why_uncertain, why_unweighted
 from autoaccum.verification.comparison import tolerance_of
 from autoaccum.verification.findings import FOREIGN, Decision, Verdict
 from autoaccum.verification.joining import measure_joined
@@ -95,8 +95,7 @@ def check(
         num_items: (micro-batch) -> how many items its loss is a mean over, where that cannot be read off the loss; of
             several losses a dict of these by their names, or a list.
         reduction: mean or sum: what the loss of a micro-batch is over its samples or items, where that is to be said
-            and not measured; of several losses a dict of these by their names. A sum beside num_items is divided by
-            what these count in the window.
+            and not measured. A sum beside num_items is divided by what these count in the window.
         state: how often state that forwards change (momentum encoders, spectral norms, codebooks) moves: micro-batch:
             with each; window: once, as the last micro-batch leaves it, and all of a window find the same.
         batch_norm: whose statistics BatchNorm normalises by in training: micro: those of a micro-batch; ghost:32: of
@@ -365,13 +364,17 @@ class _Check:
         """Return the report of what was measured."""
         self._failed_on = [] if decision.passed else verdict.failing(decision)
         if decision.passed:
-            self._uncertain = why_uncertain(
-                self._job,
-                shown.sizes,
-                shown.items(),
-                shown.reductions,
-                is_sum=decision.hypothesis == "sum",
-                counts_samples=decision.counts_samples,
+            self._uncertain = (
+                DRAWN
+                if decision.hides_draws
+                else why_uncertain(
+                    self._job,
+                    shown.sizes,
+                    shown.items(),
+                    shown.reductions,
+                    is_sum=decision.hypothesis == "sum",
+                    counts_samples=decision.counts_samples,
+                )
             )
         by_error = sorted(decision.tensors.items(), key=lambda item: -math.inf if math.isnan(item[1]) else -item[1])
         rounded = notices.half_precision_notices(self._parameters)

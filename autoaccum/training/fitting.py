@@ -112,8 +112,7 @@ def fit(
         num_items: (micro-batch) -> how many items its loss is a mean over, where that cannot be read off the loss; of
             several losses a dict of these by their names, or a list.
         reduction: mean or sum: what the loss of a micro-batch is over its samples or items, where that is to be said
-            and not measured; of several losses a dict of these by their names. A sum beside num_items is divided by
-            what these count in the window.
+            and not measured. A sum beside num_items is divided by what these count in the window.
         optimizer: an Optimizer or a function (parameters) -> Optimizer; AdamW when left out.
         lr: learning rate of the AdamW that is made when optimizer is left out; 1e-3 when left out too.
         lr_scheduler: function (optimizer, num_steps) -> LRScheduler; stepped once per window, or for every base_batch

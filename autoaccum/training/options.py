@@ -165,8 +165,7 @@ class FitArguments:
     # What a graph shows, a measurement decides; whoever knows says so, and is told if a measurement contradicts.
     reduction: Reducing = option(
         "mean or sum: what the loss of a micro-batch is over its samples or items, where that is to be said and not "
-        "measured; of several losses a dict of these by their names. A sum beside num_items is divided by what these "
-        "count in the window.",
+        "measured. A sum beside num_items is divided by what these count in the window.",
         default=None,
         check=_checks.of_reduction,
         accumulator=Own(),

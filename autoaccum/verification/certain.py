@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from autoaccum.loss import conclusions
 from autoaccum.loss.reductions import is_one
 from autoaccum.loss.terms import Reduction
+from autoaccum.verification.readings import is_told
 from autoaccum.window.gradient import are_alike, are_terms_apart
 from autoaccum.window.job import Job
 
@@ -20,6 +21,7 @@ PENALTIES = "The loss is a sum over samples plus terms of parameters alone"
 CLAMPED = "The loss of a micro-batch is divided by exactly 1, which may stand for a count of 0"
 KEPT = "The loss of a micro-batch that counts items is 0, which may be a count that is kept from 0"
 HIDDEN = "The autograd graph does not show what the loss is divided by"
+DRAWN = "What the step draws at random was not found to be each sample's own, and may mix samples"
 NOT_FINITE = "The loss of a micro-batch, or its gradient, is not finite"
 
 _SHOWN = {conclusions.SEVERAL: SEVERAL, conclusions.BY_ONE: CLAMPED, conclusions.PENALTIES: PENALTIES}
@@ -38,7 +40,7 @@ def why_unweighted(
         reductions: how the loss of each was reduced.
     """
     doubt = conclusions.conclude(sizes, reductions).doubt
-    if doubt is None or job.num_items is not None or job.reduction is not None:
+    if doubt is None or is_told(job):
         return None
     # As long as each sample counts alike, it is no matter what is counted.
     return None if doubt is conclusions.BY_ONE and are_alike(sizes, counts) else _SHOWN.get(doubt)
@@ -63,7 +65,7 @@ def why_uncertain(
         is_sum: whether it was measured to be a sum.
         counts_samples: whether graphs of code that is not compiled have shown samples to count alike.
     """
-    if job.num_items is not None or job.reduction is not None or not any(counts):
+    if is_told(job) or not any(counts):
         return None
     if is_sum:
         return SEVERAL if are_terms_apart(counts, reductions) else None

@@ -71,7 +71,8 @@ def compare_losses(measurement: Measurement, smallest: int, hypothesis: Hypothes
     """
     measurement.run_whole()
     outcome = _measured(measurement, measurement.cuts(smallest), hypothesis)
-    return Decision.of(outcome, passed=outcome.error <= measurement.tolerance)
+    decision = Decision.of(outcome, passed=outcome.error <= measurement.tolerance)
+    return replace(decision, hides_draws=measurement.hides_draws)
 
 
 def hypotheses(job: Job, likely: Hypothesis) -> list[Hypothesis]:
@@ -110,6 +111,7 @@ def _decided(measurement: Measurement, cuts: list[Cut], likely: Hypothesis) -> D
         tensors=best.tensors,
         counts_samples=_counts_samples(measurement, cuts),
         is_vacuous=best.is_vacuous,
+        hides_draws=measurement.hides_draws,
         is_foreign=measurement.draws_foreign,
     )
 

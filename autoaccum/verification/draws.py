@@ -106,18 +106,23 @@ class Draws(TorchDispatchMode):  # type: ignore[no-untyped-call]
 class Recording(Draws):  # type: ignore[no-untyped-call]
     """A mode that lets operations draw, and keeps what they drew on the host."""
 
-    def __init__(self, device: torch.device, *, keeps_wide: bool, held: Sequence[torch.Generator] = ()) -> None:
+    def __init__(
+        self, device: torch.device, *, keeps_wide: bool, held: Sequence[torch.Generator] = (), seed: int = 0
+    ) -> None:
         """Begin with no draws, from another seed than any program's: what draws from that one has sown it itself.
 
         Args:
             device: what the program runs on, which has a generator of its own.
             keeps_wide: see ``Draws``.
             held: generators of the program's own; others that it draws from are made anew in each forward.
+            seed: tells which of several seeds.
         """
         super().__init__(keeps_wide=keeps_wide)
         self._held = [torch.default_generator, default_generator(device), *held]
+        self._seed = _SEED + seed
         for generator in self._held:
-            generator.manual_seed(_SEED)
+            generator.manual_seed(self._seed)
+        self._sown = [state_of(generator) for generator in self._held]
         self.draws: list[tuple[Any, torch.Tensor | None]] = []
         """(operation, what it drew; None where the program has sown that itself), in the order in which they ran."""
         self.generators: list[Any] = []
@@ -128,6 +133,10 @@ class Recording(Draws):  # type: ignore[no-untyped-call]
         """Of each part that was run, whether it was given something that was drawn once, for all samples together."""
         self.has_fused = False
         """Whether a fused attention drew, which shows nothing of it."""
+
+    def has_moved(self) -> bool:
+        """Return whether one of its generators has drawn since it was sown."""
+        return any(state_of(one) != state for one, state in zip(self._held, self._sown, strict=True))
 
     @property
     def has_shown_nothing(self) -> bool:
@@ -147,7 +156,7 @@ class Recording(Draws):  # type: ignore[no-untyped-call]
         elif name_of(func) == "rrelu_with_noise":
             kept = args[1]
         generator = default_generator(kept.device) if kwargs.get("generator") is None else kwargs["generator"]
-        is_sown = any(generator is one for one in self._held) and generator.initial_seed() != _SEED
+        is_sown = any(generator is one for one in self._held) and generator.initial_seed() != self._seed
         self.has_rows = self.has_rows and not is_sown and any(generator is one for one in self._held)
         self.draws.append((func, None if is_sown else kept.detach().to("cpu", copy=True)))
         return returned

@@ -25,7 +25,7 @@ from autoaccum.loss.stated import LossOf
 from autoaccum.loss.terms import Reduction
 from autoaccum.memory import clock
 from autoaccum.verification import notices, readings
-from autoaccum.verification.certain import KEPT, NOT_FINITE, why_uncertain, why_unweighted
+from autoaccum.verification.certain import DRAWN, KEPT, NOT_FINITE, why_uncertain, why_unweighted
 from autoaccum.verification.findings import Decision, Verdict
 from autoaccum.verification.micro_batches import measure_pair, pair_of
 from autoaccum.verification.occasions import Occasions
@@ -95,6 +95,9 @@ class Examiner:
         self._is_first = True  # until a window that was cut has been examined
         self._occasions = Occasions()
         self._counts_samples = False  # whether graphs have shown, in a measurement, samples to count alike
+        self._hides_draws = False  # whether that was so in the measurement that has passed
+        self.is_owed = False
+        """Whether windows were cut, and stepped on, that could not be measured for want of memory."""
         self._largest_joined = 0  # samples of two micro-batches that were compared joined and apart
         self._has_tried_joining = False  # a window that is not finite
         self.is_trying = False
@@ -301,6 +304,8 @@ class Examiner:
         return not gradient.is_finite and self.joins and not self._has_tried_joining
 
     def _why_uncertain(self, gradient: Gradient) -> str | None:
+        if self._hides_draws:
+            return DRAWN
         if gradient.is_kept_from_none and self._transaction.hypothesis == "items":
             return KEPT
         return why_uncertain(
@@ -329,6 +334,7 @@ class Examiner:
         if error:
             suspicion, counts_items = self._suspicion(), self._job.num_items is not None
             samples = sum(map(len, parts))
+            self._failed_on = [((*parts[0], *parts[1]), (len(parts[0]), len(parts[1])))]
             self._fail(notices.joined_notice(error, samples, suspicion, counts_items=counts_items), error, said)
 
     def _suspicion(self) -> Notice | None:
@@ -362,6 +368,7 @@ class Examiner:
             return
         if reason != "whole" and verdict.decision.passed and verdict.decision.hypothesis == likely:
             self._counts_samples = self._counts_samples and (reason == "losses" or verdict.decision.counts_samples)
+            self._hides_draws = self._hides_draws or verdict.decision.hides_draws
             return
         self._decide(verdict.decision, verdict, number, clock.now() - started, said)
 
@@ -447,8 +454,8 @@ class Examiner:
         )
         self._smallest = decision.smallest
         if decision.passed:
-            self._occasions.status = "passed"
-            self._counts_samples = decision.counts_samples
+            self._occasions.status, self.is_owed = "passed", False
+            self._counts_samples, self._hides_draws = decision.counts_samples, decision.hides_draws
             return
         self._failed_on = verdict.failing(decision)
         notice = notices.failure_notice(
@@ -460,6 +467,9 @@ class Examiner:
             counts_items=self._job.num_items is not None,
             is_stated=self._job.reduction is not None,
         )
+        is_owed, self.is_owed = self.is_owed, False
+        if is_owed and self.joins:  # else the failure itself is said
+            self._say(notices.measured_late_notice(decision.error), decision.error, None)
         self._fail(notice, decision.error, said)
 
     def _fail(self, notice: Notice, error: float, said: list[Event]) -> None:
@@ -472,9 +482,28 @@ class Examiner:
         occasions = self._occasions
         occasions.tries -= 1
         # Of a run that was verified, for a window that is other than those were, it is said too.
+        self.is_owed = self.is_owed or (verdict.ran_out and occasions.status == "unmeasured")
         is_passing = verdict.is_passing or (verdict.ran_out and occasions.status == "unmeasured")
         if not is_passing or (occasions.status == "unmeasured" and not occasions.tries):
+            self.is_owed = False
             self._refuse_or_say(notices.unmeasured_notice(verdict.unmeasured), None, said)
+
+    def measure_late(
+        self, window: Window, gradient: Gradient, most: int, aside: Callable[[], AbstractContextManager[None]]
+    ) -> list[Event]:
+        """Measure a window that is not cut, for those before it that were: return what is said of them.
+
+        Raises:
+            NotExactError: they had another gradient than whole ones, and the run is strict.
+        """
+        said: list[Event] = []
+        with aside():
+            verdict = self._verdict(window, readings.likely(self._job, gradient), most)
+        # Of windows that are cut after it, each is measured by itself.
+        self.is_owed = self.is_owed and verdict.ran_out
+        if verdict.decision is not None and not verdict.decision.passed:
+            self._say(notices.measured_late_notice(verdict.decision.error), verdict.decision.error, said)
+        return said
 
     def _refuse_or_say(self, notice: Notice, error: float | None, said: list[Event] | None = None) -> None:
         """Say that windows that are cut are not exact, or may not be; in a strict run that is an error.
@@ -484,7 +513,10 @@ class Examiner:
         """
         if self.joins:
             self.withheld.append((notice, error))
-            return
+        else:
+            self._say(notice, error, said)
+
+    def _say(self, notice: Notice, error: float | None, said: list[Event] | None) -> None:
         if self._strict:
             raise NotExactError(notice.cause, notice.consequence, notice.cure, error)
         if said is None:
@@ -530,6 +562,7 @@ class Examiner:
                 "counts_samples": self._counts_samples,
                 "largest_joined": self._largest_joined,
                 "smallest": self._smallest,
+                "is_owed": self.is_owed,
             },
         }
 
@@ -545,4 +578,4 @@ class Examiner:
         self._occasions.load_state_dict(measured["occasions"])
         self._tell_signs()
         self._counts_samples, self._largest_joined = measured["counts_samples"], measured["largest_joined"]
-        self._smallest = measured["smallest"]
+        self._smallest, self.is_owed = measured["smallest"], measured["is_owed"]

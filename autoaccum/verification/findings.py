@@ -66,6 +66,8 @@ class Decision:
     """Whether nothing is told by that, for a single part of each cut has a loss other than 0."""
     smallest: int = 1
     """The fewest samples of a micro-batch whose loss can be computed."""
+    hides_draws: bool = False
+    """Whether what is drawn was not found to be each sample's own: under a constant, say, no order moves a sample."""
     is_foreign: bool = False
     """Whether generators were drawn from whose draws have no rows, so that a failure may be theirs."""
 

@@ -27,7 +27,7 @@ from autoaccum.verification.floors import is_right_in_64_bits
 from autoaccum.verification.measurement import Measurement
 from autoaccum.verification.rows import COUNTS, OF_16_BITS, RowChecks, RowsOfDraws, sizes_of
 from autoaccum.verification.samples import choose
-from autoaccum.window.attributes import Attributes, objects_of
+from autoaccum.window.attributes import CONTAINERS, Attributes, objects_of
 from autoaccum.window.job import Job
 from autoaccum.window.split_calls import Layout, MovedError, NotRowsError, SplitCalls, called_children, version_of
 from autoaccum.window.state import State
@@ -429,8 +429,9 @@ class _Held:
 
 
 def _is_small(tensor: torch.Tensor) -> bool:
-    """Return whether a tensor may be a setting: a few whole numbers or flags."""
-    return tensor.layout is torch.strided and not tensor.is_floating_point() and tensor.nbytes <= _SMALL_BYTES
+    """Return whether a tensor may be a setting: a few whole numbers or flags, or one number."""
+    is_plain = tensor.layout is torch.strided and not tensor.requires_grad and tensor.nbytes <= _SMALL_BYTES
+    return is_plain and (tensor.numel() == 1 or not tensor.is_floating_point())
 
 
 def _note(found: dict[Any, Any], key: tuple[Any, ...], value: Any, depth: int) -> None:
@@ -439,17 +440,12 @@ def _note(found: dict[Any, Any], key: tuple[Any, ...], value: Any, depth: int) -
         found[key] = value
     elif type(value) is np.ndarray and value.nbytes <= _SMALL_BYTES and value.dtype.kind in "biufc":
         found[key] = value.tobytes()
-    elif (
-        isinstance(value, torch.Tensor)
-        and not value.is_floating_point()
-        and value.is_cpu
-        and value.nbytes <= _SMALL_BYTES
-    ):
-        found[key] = value.tolist()
-    elif type(value) in (list, tuple, dict, set):
+    elif isinstance(value, torch.Tensor):
+        if value.is_cpu and _is_small(value):
+            found[key] = value.tolist()
+    elif isinstance(value, (*CONTAINERS, tuple, frozenset)):
         found[key] = len(value)
-        entries: Iterable[Any] = (
-            [] if type(value) is set else value.items() if isinstance(value, dict) else enumerate(value)
-        )
+        ordered = sorted(map(str, value)) if isinstance(value, set | frozenset) else value
+        entries: Iterable[Any] = ordered.items() if isinstance(ordered, dict) else enumerate(ordered)
         for at, one in islice(entries, _SMALL_BYTES) if depth < _DEEPEST else ():
             _note(found, (*key, at), one, depth + 1)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -17,6 +17,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from autoaccum.loss.counting import count_items
+from autoaccum.loss.graph import has_halves
 from autoaccum.loss.hypotheses import Hypothesis
 from autoaccum.loss.reductions import read, without_graph
 from autoaccum.loss.terms import NONE, Reduction
@@ -78,6 +79,7 @@ class Measurement:
         rewind: Callable[[], None] = lambda: None,
         like: State | None = None,
         forward_only: bool = False,
+        seed: int = 0,
     ) -> None:
         """Set up; entering it lays the state of the run aside.
 
@@ -89,6 +91,7 @@ class Measurement:
             rewind: puts the state back that the window began with.
             like: that state; what has not moved since is not copied again.
             forward_only: compare losses, and leave gradients alone.
+            seed: by which of several seeds they draw.
         """
         self.num_samples = len(chosen)
         self.shown: dict[Part, Reduction] = {}
@@ -103,6 +106,7 @@ class Measurement:
         self._loss, self._wanted = torch.tensor(math.nan), list[torch.Tensor | None]()  # of the whole
         self.draws_foreign = False
         """Whether Python's or NumPy's generator was drawn from."""
+        self._has_halves = False  # whether the graph of the whole holds numbers of 16 bits
         self.trained: set[int] = set()
         """The ids of the parameters that have a gradient."""
         self.is_rounded = False
@@ -113,7 +117,7 @@ class Measurement:
         self._written = list(written)
         self._rewind = rewind
         self._like = like
-        self._forward_only = forward_only
+        self._forward_only, self._seed = forward_only, seed
         # Not compiled, and not in 16 bits: there right and wrong cannot be told apart.
         self.job = replace(job, model=getattr(job.model, "_orig_mod", job.model), precision="fp32")
 
@@ -175,18 +179,31 @@ class Measurement:
             self._record()
 
     def _record(self) -> Recording:
-        self._draws = recording = Recording(
-            self.job.device, keeps_wide=not self.is_rounded, held=self.state.generators()
-        )
-        self._whole()
+        # To watch operations takes several times as long as most of them, and is of use only where something is drawn.
+        self._draws = recording = self._recording()
+        if not self._whole(is_watched=False):
+            self._draws = recording = self._recording()
+            self._whole()
         return recording
 
-    def _whole(self) -> None:
+    def _recording(self) -> Recording:
+        held = self.state.generators()
+        return Recording(self.job.device, keeps_wide=not self.is_rounded, held=held, seed=self._seed)
+
+    def _whole(self, *, is_watched: bool = True) -> bool:
+        """Run the samples whole; return False where that is to be watched, and was not."""
         # In one piece a window's weight is 1, whatever its loss is a mean over.
         draws = self._draws
         assert draws is not None
         before = remains_of(self.state.layers) if self.job.state == "window" else None
-        gradient = self._run((tuple(range(self.num_samples)),), "sum", self.make, lambda _: draws)
+        self._has_halves = False
+        context = draws if is_watched else nullcontext()
+        gradient = self._run((tuple(range(self.num_samples)),), "sum", self.make, lambda _: context)
+        if not is_watched and (self._has_halves or draws.has_moved()):  # type: ignore[union-attr]
+            for p in self.parameters:
+                p.grad = None
+            self._put_back()
+            return False
         self.draws_foreign = self.draws_foreign or self.state.foreign_draws()
         self.moved = self.state.moved()
         if before is not None:
@@ -202,6 +219,7 @@ class Measurement:
         for p in self.parameters:
             p.grad = None
         self._put_back()
+        return True
 
     def is_divided_by_none(self) -> bool:
         """Return whether a sum of all samples is divided by a count of none."""
@@ -228,6 +246,13 @@ class Measurement:
     def draws_once(self) -> bool:
         """Return whether parts were given what was drawn once for all samples, which each would draw by itself."""
         return isinstance(self._draws, Recording) and bool(self._draws.shared) and all(self._draws.shared)
+
+    @property
+    def hides_draws(self) -> bool:
+        """Return whether what is drawn was not found to be each sample's own: constants stood for it, or it is not
+        PyTorch's.
+        """
+        return isinstance(self._draws, Constants) or self.draws_foreign
 
     def with_constants(self) -> None:
         """Run the samples whole once more, with constants in place of draws; they stand for those of the cuts too."""
@@ -297,7 +322,7 @@ class Measurement:
         if has_constants:
             self._draws = Constants(keeps_wide=not self.is_rounded)
         else:
-            self._draws = Recording(self.job.device, keeps_wide=not self.is_rounded, held=self.state.generators())
+            self._draws = self._recording()
         return self.loss_of(tuple(range(self.num_samples)), self._draws)
 
     @contextmanager
@@ -387,6 +412,8 @@ class Measurement:
         def forward(batch: Any, num_samples: int, window_samples: int) -> torch.Tensor:
             loss = self._transaction.plain_forward(batch, num_samples, window_samples)
             self.shown[part] = without_graph(read(loss, num_samples))
+            if len(part) == self.num_samples and not self.is_rounded:
+                self._has_halves = has_halves(loss)
             return loss
 
         return forward

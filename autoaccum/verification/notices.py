@@ -261,6 +261,15 @@ def unmeasured_notice(why: str) -> Notice:
     )
 
 
+def measured_late_notice(error: float) -> Notice:
+    """Return what to say when steps were taken on split batches that turn out not to have been exact."""
+    return Notice(
+        cause=f"Batches were split before there was memory to measure that, and were not exact: {percent(error)} off",
+        consequence="The steps until now were not those of the full batch",
+        cure="Start again with accumulate='joined', or with more memory",
+    )
+
+
 def has_backward_hooks(parameters: Sequence[torch.Tensor]) -> bool:
     """Return whether something happens as soon as the gradient of a parameter is there, such as an optimizer's step."""
     return any(getattr(p, "_post_accumulate_grad_hooks", None) for p in parameters)

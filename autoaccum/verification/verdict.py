@@ -26,6 +26,8 @@ _FEW = 3
 """Samples that are measured where there is no memory for all."""
 _GROUPS = 3
 """Groups of samples of a window: gradients are compared on the first, losses on the others."""
+_COINS = 4
+"""Seeds by which the first samples draw once more, where something is drawn for all of them together."""
 _ROUNDING = 0.1
 """Errors up to which gradients of 16 bits may be wrong, or no more than rounded: right ones are seen at 0.01."""
 
@@ -87,15 +89,22 @@ def _measured(
     """Measure so many samples; where they have passed, or tell nothing, ask others too."""
     measured = partial(_measured_of, smallest=smallest, make=make)
     groups = _groups(job, window, count)
-    found = measured(next(groups), likely, forward_only)
-    for others in groups:
+    first = next(groups)
+    found = measured(first, likely, forward_only)
+    for seed, others in enumerate(groups, 1):
         if isinstance(found, RanOut):
             break
         if found.decision is None:
-            found = measured(others, likely, forward_only) if found.is_passing else found
+            found = measured(others, likely, forward_only, seed=seed) if found.is_passing else found
         elif found.decision.passed and not forward_only:
             # A term of the loss may be 0 for those few: then these have to show what it adds up to.
-            found = _upheld(found, others, found.decision.hypothesis, measured)
+            found = _upheld(found, others, found.decision.hypothesis, partial(measured, seed=seed))
+    for seed in range(_GROUPS, _GROUPS + _COINS):
+        if isinstance(found, RanOut) or not found.draws_once or forward_only:
+            break
+        # What is drawn once for all samples may be a coin: whether they are mixed, say.
+        if found.decision is not None and found.decision.passed:
+            found = _upheld(found, first, found.decision.hypothesis, partial(measured, seed=seed))
     return found
 
 
@@ -117,8 +126,12 @@ def _upheld(
 ) -> Verdict | RanOut:
     """Return what was found, unless the losses of other samples, and then their gradients, speak against it."""
     compared = measured(others, held, True)
-    if isinstance(compared, RanOut) or compared.decision is None or compared.decision.passed:
+    if isinstance(compared, RanOut) or compared.decision is None:
         return found
+    if compared.decision.passed:
+        assert found.decision is not None
+        hides_draws = found.decision.hides_draws or compared.decision.hides_draws
+        return replace(found, decision=replace(found.decision, hides_draws=hides_draws))
     again = measured(others, held, False)
     if isinstance(again, RanOut) or again.decision is None:
         return found
@@ -153,9 +166,10 @@ def _measured_of(
     *,
     smallest: int,
     make: Callable[..., Measurement],
+    seed: int = 0,
 ) -> Verdict | RanOut:
-    """Measure these samples."""
-    measurement = make(chosen, forward_only=forward_only)
+    """Measure these samples; they draw by a seed of that number."""
+    measurement = make(chosen, forward_only=forward_only, seed=seed)
     try:
         with measurement:
             if forward_only:

@@ -116,6 +116,10 @@ class _Contents:
         )
 
 
+class StandIn:
+    """A forward that stands in place of a module's own while a window runs, and computes the same."""
+
+
 def is_expanded(tensor: torch.Tensor) -> bool:
     """Return whether elements of the tensor share memory, so that nothing can write to it."""
     if tensor.layout != torch.strided:

@@ -53,6 +53,14 @@ class Examiner(Protocol):
     uncertain: str | None
     """Why weights that were measured to be right are no certain count; None where they are, or nothing can join."""
 
+    is_owed: bool
+    """Whether windows were cut, and stepped on, that could not be measured for want of memory."""
+
+    def measure_late(
+        self, window: Window, gradient: Gradient, most: int, aside: Callable[[], AbstractContextManager[None]]
+    ) -> list[Event]:
+        """Measure a window that is not cut, for those; return what is said of them."""
+
     def say_withheld(self) -> list[Notice]:
         """Return what was withheld, to be said after all."""
 

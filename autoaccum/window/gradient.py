@@ -143,9 +143,9 @@ class Signs:
         """Let graphs be compared from now on alone: by another hypothesis other things of them are read."""
         self._graphs.clear()
 
-    def of_modes(self, modes: list[bool]) -> None:
-        """Take whether each module is in training mode."""
-        if modes != self._modes:
+    def of_modes(self, modes: list[bool], *, has_other_layers: bool = False) -> None:
+        """Take whether each module is in training mode, and whether there are others than before."""
+        if modes != self._modes or has_other_layers:
             self.have_changed = self.have_changed or self._modes is not None
             self._modes = modes
 

@@ -33,7 +33,7 @@ class Outside:
         """Return whether anything of it is another object now."""
         return (
             self._attributes.have_changed()
-            or any(_contents_of(cell) is not contents for cell, contents in self._cells)
+            or any(contents_of(cell) is not contents for cell, contents in self._cells)
             or any(namespace.get(name, _ABSENT) is not value for namespace, name, value in self._names)
         )
 
@@ -65,7 +65,7 @@ def hooks_of(layer: nn.Module) -> tuple[dict[int, Any], ...]:
     return layer._forward_pre_hooks, layer._forward_hooks
 
 
-def _contents_of(cell: CellType) -> Any:
+def contents_of(cell: CellType) -> Any:
     """Return the value of a variable of an enclosing function, which may have been deleted."""
     try:
         return cell.cell_contents

@@ -30,7 +30,7 @@ from autoaccum.data.randomness import generator_state, set_generator_state
 from autoaccum.errors import MemoryLimitError
 from autoaccum.loss.stated import LossOf
 from autoaccum.memory.oom import is_out_of_memory
-from autoaccum.window.attributes import CONTAINERS, Attributes, is_expanded
+from autoaccum.window.attributes import CONTAINERS, Attributes, StandIn, is_expanded
 from autoaccum.window.comparing import Comparison, First, Mark, NotRepeatableError, Second
 from autoaccum.window.outside import Outside, functions_run, hooks_of
 from autoaccum.window.state import State
@@ -285,7 +285,7 @@ class Recomputing:
             today.restore()
 
 
-class _Forward:
+class _Forward(StandIn):
     """The forward of a block, in whose place it stands: it is computed again in backward."""
 
     def __init__(self, recomputing: Recomputing, block: nn.Module, own: Any, original: Callable[..., Any]) -> None:

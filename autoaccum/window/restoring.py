@@ -70,6 +70,7 @@ _VERIFIED = entries(
         "occasions": _OCCASIONS,
         "counts_samples": a(bool),
         "largest_joined": whole(),
+        "is_owed": a(bool),
         "smallest": whole(1),
     }
 )

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
+from itertools import chain
+from operator import is_, methodcaller
 from typing import Any, TypeVar
 
 import torch
@@ -17,6 +19,7 @@ from autoaccum.window.attributes import is_expanded
 from autoaccum.window.surroundings import is_generator, surroundings_of
 
 T = TypeVar("T")
+_values_of = methodcaller("values")
 
 
 class Snapshot:
@@ -37,7 +40,10 @@ class Snapshot:
         """
         self._device = device
         # All modules below these, each once, whether it has buffers now or gets some later.
-        self._owners = list({id(m): m for module in modules for m in module.modules()}.values())
+        self._modules = modules
+        self.has_other_layers = False
+        """Whether layers have come, gone or changed places since the state was remembered before."""
+        self._find_layers()
         # Which tensors stood where: (module, its buffers by name), of modules that have any.
         self._buffers: list[tuple[nn.Module, dict[str, torch.Tensor | None]]] = []
         # What was in them: (buffer, copy) by the buffer's id, which the buffer that is held here keeps unique.
@@ -49,6 +55,14 @@ class Snapshot:
         self._generators = list(generators.values())
         self._drawn: list[Any] = []  # their states
 
+    def _find_layers(self) -> None:
+        self._owners = list({id(m): m for module in self._modules for m in module.modules()}.values())
+        self._places = [owner._modules for owner in self._owners if owner._modules]
+        self._children = self._children_now()
+
+    def _children_now(self) -> list[nn.Module | None]:
+        return list(chain.from_iterable(map(_values_of, self._places)))
+
     def take(self) -> None:
         """Remember the present state, in place of the one before, in the same memory where the buffers are the same.
 
@@ -58,6 +72,10 @@ class Snapshot:
         insist(self._take, "buffers were copied")
 
     def _take(self) -> None:
+        children = self._children_now()
+        self.has_other_layers = len(children) != len(self._children) or not all(map(is_, children, self._children))
+        if self.has_other_layers:
+            self._find_layers()
         self._random = randomness.get_state(self._device)
         self._drawn = list(map(generator_state, self._generators))
         self._buffers = [(owner, dict(owner._buffers)) for owner in self._owners if owner._buffers]

@@ -23,8 +23,10 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from enum import Enum
 from functools import partial
+from types import FunctionType
 from typing import Any, NamedTuple, Protocol
 
+import numpy as np
 import torch
 from torch import nn
 from torch.utils import _pytree as pytree
@@ -32,13 +34,17 @@ from torch.utils import _pytree as pytree
 from autoaccum.data import randomness
 from autoaccum.data.randomness import generator_state, set_generator_state
 from autoaccum.memory.oom import is_out_of_memory
-from autoaccum.window.attributes import Attributes, objects_of
+from autoaccum.window.attributes import Attributes, StandIn, objects_of
+from autoaccum.window.outside import contents_of
 from autoaccum.window.surroundings import is_generator
 
 _PLAIN = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size, type)
 """Types of arguments that are the same for every micro-batch."""
 _TENSORS = (torch.Tensor, nn.Parameter, nn.Buffer)
 """Types of tensors that can be cut; a subclass may mean something else by its rows."""
+
+_NUMBERS = frozenset((int, float, complex))
+_FLAGS = frozenset((type(None), bool, str, bytes, torch.dtype, torch.device, torch.Size, tuple))
 
 _FEW = 3
 """Samples, of which a list of plain values may have as many by chance: a size of two or three dimensions, say."""
@@ -501,8 +507,9 @@ class Call:
         # Of a few samples a shape may be as long by chance.
         if split.num_samples in self._lists and (split.checks is not None or split.num_samples > _FEW):
             raise NotRowsError(self.module, "an argument is a list of a value for each sample")
-        self.kind = self._kind()
-        self.signature = f"{self.kind} {self._numbers()}"
+        flags, numbers = self._settings()
+        self.kind = f"{self._kind()} {flags:08x}"
+        self.signature = f"{self.kind} {self._numbers()} {numbers:08x}"
         kinds = split.layout.rows.get(self.signature, [])
         if not kinds and split.checks is None and split.layout.rows:
             if sum(signature.startswith(self.kind) for signature in split.layout.rows) >= _MOST_NUMBERS:
@@ -588,18 +595,7 @@ class Call:
         dims = [(tensor.ndim, _kind_of(tensor)) for tensor in self.tensors]
         others = [_told(leaf) for leaf in self._leaves if not isinstance(leaf, (torch.Tensor, int, float, complex))]
         flags = [str(leaf) for leaf in self._leaves if isinstance(leaf, bool)]
-        return f"{self.name} {dims} {others} {flags} {self.has_grad} {self._settings():08x}"
-
-    def _settings(self) -> int:
-        """Return a number that tells by which flags, names and functions its layers compute now."""
-        # Numbers are not among them: many count calls.
-        found = [
-            _told(value)
-            for owner in self.objects
-            for value in vars(owner).values()
-            if isinstance(value, (bool, str, type(None), Enum)) or callable(value)
-        ]
-        return zlib.crc32("|".join(found).encode())
+        return f"{self.name} {dims} {others} {flags} {self.has_grad}"
 
     def _numbers(self) -> list[str]:
         """Return the numbers that it is given, by which code may take other branches."""
@@ -608,6 +604,27 @@ class Call:
         ]
         # A tensor of one number is one, where to read it waits for nothing.
         return [str(one) for one in numbers] + [str(one.item()) for one in self.tensors if not one.ndim and one.is_cpu]
+
+    def _settings(self) -> tuple[int, int]:
+        """Return what tells by which flags, names and functions its layers compute now, and by which numbers.
+
+        A layer that changes a number itself, such as a count of its calls, is not split.
+        """
+        flags: list[str] = []
+        numbers: list[str] = []
+        for owner in self.objects:
+            for value in vars(owner).values():
+                kind = type(value)
+                if kind in _NUMBERS or isinstance(value, np.number):
+                    numbers.append(str(value))
+                elif kind in _FLAGS or isinstance(value, Enum) or (callable(value) and not isinstance(value, StandIn)):
+                    flags.append(_told(value))
+                elif isinstance(value, torch.Tensor) and _is_number(value):
+                    numbers.append(str(value.item()))
+            for buffer in owner._buffers.values() if isinstance(owner, nn.Module) else ():
+                if buffer is not None and _is_number(buffer):
+                    numbers.append(str(buffer.item()))
+        return zlib.crc32("|".join(flags).encode()), zlib.crc32("|".join(numbers).encode())
 
     def _known_of(self, kinds: Sequence[Known]) -> Known | None:
         """Return which of several kinds a call is, by the rows of its arguments.
@@ -780,7 +797,9 @@ class Call:
                 self.out_rows.append(None)  # of no sample, such as positions
                 joined.append(first)
                 continue
-            if rows is None:
+            # Of a sample by itself what has a row for each sample of the batch may be broadcast against that.
+            is_grown = measured is not None and rows is not None and rows[1] != measured[1]
+            if rows is None or (is_grown and rows[1] % self.split.num_samples == 0):
                 raise NotRowsError(self.module, "an output has no row for each sample")
             self.out_rows.append(rows)
             joined.append(torch.cat(column, rows[0]))
@@ -904,8 +923,20 @@ def _kind_of(tensor: torch.Tensor) -> str:
     return "float" if tensor.is_floating_point() else "complex" if tensor.is_complex() else "int"
 
 
+def _is_number(tensor: torch.Tensor) -> bool:
+    """Return whether a tensor is one number, to read which waits for nothing."""
+    return tensor.is_cpu and tensor.layout is torch.strided and tensor.numel() == 1 and not tensor.requires_grad
+
+
 def _told(value: Any) -> str:
     """Return words for a value by which code may take another branch, the same in another process."""
+    if isinstance(value, partial):
+        return f"{_told(value.func)} {[_told(one) for one in (*value.args, *value.keywords.items())]}"
+    if isinstance(value, tuple):
+        return str([_told(one) for one in value])
+    if isinstance(value, FunctionType) and value.__closure__:
+        held = [contents_of(cell) for cell in value.__closure__]
+        return f"{value.__module__}.{value.__qualname__} {[str(one) for one in held if isinstance(one, _PLAIN)]}"
     if callable(value):
         return f"{getattr(value, '__module__', '')}.{getattr(value, '__qualname__', type(value).__qualname__)}"
     # The words of other objects, such as a generator, hold their address.

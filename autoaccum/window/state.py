@@ -60,12 +60,15 @@ class State:
         held = surroundings_of(self._functions)
         everything = [*modules, *held.modules]
         layers = [layer for module in everything for layer in module.modules() if layer not in without]
+        objects = objects_of(layers)
+        # A teacher in an object, or in __dict__ where state_dict() does not see it, is a module all the same.
+        layers += [one for one in objects if isinstance(one, nn.Module) and one not in without]
         self.layers = list({id(layer): layer for layer in layers}.values())
         """Every module, each once."""
         # Attributes of these may be rebound or written to: counters, caches, queues, lists that are appended to.
         self._held = held
         # An object in an attribute, such as a counter or a metric, is state as well.
-        self._attributes = Attributes([*self.layers, *held.objects, *objects_of(self.layers)], held.containers)
+        self._attributes = Attributes([*self.layers, *held.objects, *objects], held.containers)
         self._cells = [(cell, cell.cell_contents) for cell in held.cells]
         self._names = [(namespace, name, namespace[name]) for namespace, name in held.names]
         self._parameters = parameters

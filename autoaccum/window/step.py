@@ -403,6 +403,10 @@ class Step:
                 return self._looked_at(window, outcome)
             elif signs.want_a_look(number, measured):
                 return self._examined(window, outcome)
+        elif isinstance(outcome, Gradient) and self._examiner.is_owed and group is None:
+            # There is room for a window that is not cut, and so for a few of its samples.
+            for event in self._examiner.measure_late(window, outcome, window.num_samples, self.meter.aside):
+                self.announcer.tell(event)
         return self._failure(outcome) if isinstance(outcome, RanOut) else outcome
 
     def _add_all(self, pieces: Attempt, window: Window) -> Gradient | Repeat:
@@ -520,7 +524,8 @@ class Step:
         if not window.num_samples:
             return False
         # Where a split window holds as much as one that is not split, it may fit less.
-        saves_nothing = self._held > _NEARLY_ALL and not self._is_given and self.transaction.group is None
+        is_free = not self._is_given and window.num_samples <= self.tuner.ceiling and self.transaction.group is None
+        saves_nothing = self._held > _NEARLY_ALL and is_free
         return self.tuner.split_least(window.num_samples, window.lengths) or saves_nothing
 
     def _join(self, window: Window, room: int) -> bool:

@@ -102,7 +102,9 @@ def _held_by(thing: Any, found: Surroundings) -> list[Any]:
     if isinstance(thing, types.FunctionType):
         return _held_by_function(thing, found)
     if isinstance(thing, nn.Module):
-        found.modules.append(thing)
+        # One without numbers, called by torch.func.functional_call, is a recipe and no model.
+        if not any(tensor.is_meta for tensor in thing.parameters()):
+            found.modules.append(thing)
         return [value for value in vars(thing).values() if is_generator(value)]
     if isinstance(thing, torch.Tensor):
         found.tensors.append(thing)

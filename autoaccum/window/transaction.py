@@ -142,7 +142,7 @@ class Transaction:
         if self.is_unscaled:  # a window that was never stepped on, for something was raised between the two
             self._renew_scaler()
         self.snapshot.take()
-        self.signs.of_modes(self.snapshot.modes())
+        self.signs.of_modes(self.snapshot.modes(), has_other_layers=self.snapshot.has_other_layers)
         self._begun = self._state() if self._job.state == "window" else None
         self.is_open, self._has_totals, self._shown_totals, self._num_repeats = True, False, None, 0
         self._begin_anew(window.num_samples)

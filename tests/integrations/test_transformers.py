@@ -175,6 +175,30 @@ class TestTheLoop:
         assert found.losses == pytest.approx(expected.losses, rel=1e-10)
         assert farthest(found.gradients, expected.gradients) < 1e-10
 
+    @pytest.mark.parametrize("weight", [0.0, 0.1], ids=["weighted", "joined"])
+    def test_what_compute_loss_logs_is_logged_once_for_each_window(self, weight: float, tmp_path: Path) -> None:
+        class Logs(Trainer):
+            def compute_loss(self, model: Any, inputs: Any, return_outputs: bool = False, **_: Any) -> Any:
+                outputs = model(**inputs)
+                spread = outputs.logits.std(0).sum() if weight else outputs.logits.mean()
+                self.log({"spread": float(spread.detach())})
+                loss = outputs.loss + weight * spread
+                return (loss, outputs) if return_outputs else loss
+
+        class Windows(AutoAccumMixin, Logs):
+            pass
+
+        with in_double():
+            args = arguments(tmp_path, per_device_train_batch_size=16)
+            expected = train(Logs, made(bert_of_sentences), args, sentences())
+            found = train(Windows, made(bert_of_sentences), args, sentences(), micro_batch=4)
+        wanted, own = (
+            [(entry["step"], entry["spread"]) for entry in run.trainer.state.log_history if "spread" in entry]
+            for run in (expected, found)
+        )
+        assert [step for step, _ in own] == [step for step, _ in wanted]
+        assert [spread for _, spread in own] == pytest.approx([spread for _, spread in wanted], rel=1e-8)
+
     @pytest.mark.parametrize(
         "options",
         [

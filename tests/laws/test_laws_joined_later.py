@@ -6,7 +6,9 @@ import copy
 import dataclasses
 import types
 import warnings
+from collections import Counter
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -33,6 +35,10 @@ def contrast(outputs: torch.Tensor) -> torch.Tensor:
     outputs = F.normalize(outputs, dim=-1)
     logits = outputs @ outputs.T * 5 - 1e3 * torch.eye(len(outputs))
     return F.cross_entropy(logits, torch.arange(len(outputs)).roll(1))
+
+
+def ce(model: Any, batch: Any) -> torch.Tensor:
+    return F.cross_entropy(model(batch[0]), batch[1])
 
 
 @dataclasses.dataclass
@@ -162,6 +168,14 @@ class Centring(nn.Module):
         return outputs - outputs.mean(0) if is_on else outputs
 
 
+def less_its_mean(outputs: torch.Tensor, weight: float) -> torch.Tensor:
+    return outputs - weight * outputs.mean(0)
+
+
+def centring(weight: float) -> Callable[[torch.Tensor], torch.Tensor]:
+    return lambda outputs: less_its_mean(outputs, weight)
+
+
 def switched(switch: Callable[[Centring], Any]) -> Case:
     model = Centring()
 
@@ -198,6 +212,82 @@ def ever_other_numbers_among_the_arguments() -> Case:
 @case
 def an_attribute_changes() -> Case:
     return switched(lambda model: setattr(model, "flag", True))
+
+
+class WarmedUp(nn.Module):
+    """Centres its outputs over the batch from a step on, by a strength."""
+
+    strength: torch.Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.step = mlp(), 0
+        self.register_buffer("strength", torch.tensor(1.0))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return less_its_mean(self.body(x), float(self.strength) if self.step >= 6 else 0.0)
+
+
+@case
+def an_attribute_counts_steps() -> Case:
+    model = WarmedUp()
+    made = Case(model, lambda model, batch: contrast(model(batch[0])), lambda number: setattr(model, "step", number))
+    made.batches = made.batches * 2
+    return made
+
+
+@case
+def a_buffer_of_one_number_changes() -> Case:
+    model = WarmedUp()
+    model.step = 9
+    return Case(
+        model, lambda model, batch: contrast(model(batch[0])), lambda number: model.strength.fill_(float(number >= 4))
+    )
+
+
+SWITCHES: dict[str, tuple[Any, Any]] = {
+    "numpy_number": (np.float64(0), np.float64(1)),
+    "frozenset": (frozenset(), frozenset({"flag"})),
+    "tensor": (torch.zeros(()), torch.ones(())),
+    "counter": (Counter(), Counter(flag=1)),
+    "dtype": (torch.float32, torch.float64),
+    "partial": (partial(less_its_mean, weight=0.0), partial(less_its_mean, weight=1.0)),
+    "closure": (centring(0.0), centring(1.0)),
+}
+IS_ON: dict[str, Callable[[Any], bool]] = {
+    "frozenset": lambda value: "flag" in value,
+    "counter": lambda value: value["flag"] > 0,
+    "dtype": lambda value: value is torch.float64,
+}
+
+
+class Switched(nn.Module):
+    """A model that centres its outputs over the batch once an attribute says so."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.body, self.kind, self.value = mlp(), kind, copy.deepcopy(SWITCHES[kind][0])
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        outputs: torch.Tensor = self.body(x)
+        if callable(self.value) and self.kind != "dtype":
+            outputs = self.value(outputs)
+        elif IS_ON.get(self.kind, bool)(self.value):
+            outputs = outputs - outputs.mean(0)
+        return outputs
+
+
+def switch_case(kind: str) -> Case:
+    model = Switched(kind)
+
+    def between(number: int) -> None:
+        if number == 4:
+            model.value = copy.deepcopy(SWITCHES[kind][1])
+
+    return Case(model, lambda model, batch: contrast(model(batch[0])), between)
+
+
+CASES |= {f"an_attribute_changes_{kind}": partial(switch_case, kind) for kind in SWITCHES}
 
 
 @case
@@ -446,6 +536,44 @@ def a_fixed_number_of_other_rows() -> Case:
     return Case(mlp(), step)
 
 
+class Placed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.places, self.body = nn.Embedding(16, 6), mlp()
+
+    def forward(self, x: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
+        outputs: torch.Tensor = self.body(x + self.places(places)).mean(1)
+        return outputs
+
+
+@case
+def an_argument_of_all_samples_has_a_row_for_each_later() -> Case:
+    number = {"is": 0}
+
+    def step(model: Any, batch: Any) -> torch.Tensor:
+        places = torch.arange(6)[None]
+        if number["is"] >= 3:
+            places = (places - batch[1][:, None]).clamp(min=0)
+        return contrast(model(batch[0], places))
+
+    made = [(x[:, None] * torch.linspace(1, 2, 6)[:, None], y) for x, y in batches()]
+    return Case(Placed(), step, lambda at: number.update({"is": at}), batches=made)
+
+
+@case
+def a_teacher_in_dict_moves() -> Case:
+    model = mlp()
+    teacher = model.__dict__["teacher"] = mlp().requires_grad_(False)
+
+    def step(model: Any, batch: Any) -> torch.Tensor:
+        with torch.no_grad():
+            for mean, p in zip(model.teacher.parameters(), model.parameters(), strict=True):
+                mean.lerp_(p, 0.1)
+        return F.mse_loss(model(batch[0]), model.teacher(batch[0] + 0.1))
+
+    return Case(model, step, left=lambda: float(sum(p.sum() for p in teacher.parameters())))
+
+
 @pytest.fixture(autouse=True)
 def _in_64_bits() -> Iterator[None]:
     torch.set_default_dtype(torch.float64)
@@ -453,7 +581,7 @@ def _in_64_bits() -> Iterator[None]:
     torch.set_default_dtype(torch.float32)
 
 
-def ran(name: str, accumulate: str | None) -> tuple[dict[str, torch.Tensor], Any, list[Any]]:
+def ran(name: str, accumulate: str | None, micro_batch: int = 4) -> tuple[dict[str, torch.Tensor], Any, list[Any]]:
     """Train by a plain loop, or by steps that are cut; return what is left, and what was told."""
     torch.manual_seed(0)
     made = CASES[name]()
@@ -461,7 +589,7 @@ def ran(name: str, accumulate: str | None) -> tuple[dict[str, torch.Tensor], Any
     events: list[Any] = []
     if accumulate is not None:
         accumulator = autoaccum.Accumulator(
-            made.model, optimizer, training_step=made.step, micro_batch=4, accumulate=accumulate
+            made.model, optimizer, training_step=made.step, micro_batch=micro_batch, accumulate=accumulate
         )
         events = accumulator.events
     for number, batch in enumerate(made.batches):
@@ -486,6 +614,96 @@ def test_a_run_ends_as_the_plain_loop_does(name: str, accumulate: str) -> None:
     assert own == pytest.approx(left)
     for key, value in wanted.items():
         torch.testing.assert_close(found[key], value, rtol=1e-9, atol=1e-11, msg=key)
+
+
+def test_what_a_sample_by_itself_is_broadcast_against_is_no_row_of_it() -> None:
+    name = "an_argument_of_all_samples_has_a_row_for_each_later"
+    wanted, _, _ = ran(name, None)
+    found, _, _ = ran(name, "joined", micro_batch=1)
+    for key, value in wanted.items():
+        torch.testing.assert_close(found[key], value, rtol=1e-9, atol=1e-11, msg=key)
+
+
+def test_a_recipe_on_the_meta_device_is_no_model_of_a_run() -> None:
+    base = mlp().to("meta")
+    models = nn.ModuleList([mlp() for _ in range(3)])
+
+    def step(models: Any, batch: Any) -> torch.Tensor:
+        stacked = {
+            name: torch.stack([dict(m.named_parameters())[name] for m in models])
+            for name in dict(base.named_parameters())
+        }
+        outputs = torch.vmap(lambda p: torch.func.functional_call(base, p, (batch[0],)))(stacked)
+        return F.cross_entropy(outputs.mean(0), batch[1])
+
+    other = copy.deepcopy(models)
+    accumulator = autoaccum.Accumulator(
+        models, torch.optim.SGD(models.parameters(), 0.1), training_step=step, micro_batch=4
+    )
+    optimizer = torch.optim.SGD(other.parameters(), 0.1)
+    for batch in batches():
+        accumulator.step(batch)
+        optimizer.zero_grad()
+        step(other, batch).backward()
+        optimizer.step()
+    for p, wanted in zip(models.parameters(), other.parameters(), strict=True):
+        torch.testing.assert_close(p, wanted, rtol=1e-9, atol=1e-11)
+
+
+def test_a_layer_that_is_replaced_in_a_weighted_run_is_measured_at_once() -> None:
+    results = []
+    for plain in (True, False):
+        torch.manual_seed(0)
+        model = mlp()
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        accumulator = None
+        if not plain:
+            accumulator = autoaccum.Accumulator(model, optimizer, training_step=ce, micro_batch=4)
+        for number, batch in enumerate(batches()):
+            if number == 3:
+                model[1] = nn.BatchNorm1d(8, affine=False)
+            if accumulator is not None:
+                accumulator.step(batch)
+                continue
+            optimizer.zero_grad()
+            ce(model, batch).backward()
+            optimizer.step()
+        results.append(model.state_dict())
+    for key, value in results[0].items():
+        torch.testing.assert_close(results[1][key], value, rtol=1e-9, atol=1e-11, msg=key)
+
+
+class Blocks(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(6, 8), nn.Linear(8, 4)
+        self.blocks = nn.ModuleList([nn.Sequential(nn.Linear(8, 8), nn.Dropout(0.3), nn.Tanh()) for _ in range(4)])
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.first(x)
+        for block in self.blocks:
+            x = x + block(x)
+        outputs: torch.Tensor = self.last(x)
+        return outputs
+
+
+def test_joined_steps_that_checkpoint_draw_as_those_that_do_not() -> None:
+    left = []
+    for memory_saving in ("off", "checkpoint"):
+        torch.manual_seed(0)
+        model = Blocks()
+        accumulator = autoaccum.Accumulator(
+            model,
+            torch.optim.SGD(model.parameters(), 0.1),
+            training_step=lambda m, b: contrast(m(b[0])),
+            micro_batch=4,
+            accumulate="joined",
+            memory_saving=memory_saving,
+        )
+        for batch in batches():
+            accumulator.step(batch)
+        left.append(model.state_dict())
+    assert all(torch.equal(value, left[1][key]) for key, value in left[0].items())
 
 
 SAVED = {
@@ -539,6 +757,79 @@ def test_a_batch_that_holds_as_much_when_it_is_split_is_tried_whole(limit: float
         for batch in made[:2]:
             accumulator.step(batch)
             assert accumulator.micro_batches == (256,)
+
+
+def towers() -> nn.ModuleDict:
+    def tower() -> nn.Sequential:
+        return nn.Sequential(nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 256), nn.GELU(), nn.Linear(256, 32))
+
+    return nn.ModuleDict({"images": tower(), "texts": tower()})
+
+
+def pair_loss(model: Any, batch: Any) -> torch.Tensor:
+    logits = model["images"](batch[0]) @ model["texts"](batch[1]).T
+    return F.cross_entropy(logits, torch.arange(len(logits)))
+
+
+@pytest.mark.parametrize(("megabytes", "scarce_steps"), [(2.45, 1), (2.6, 3)])
+def test_steps_that_could_not_be_measured_are_measured_once_there_is_memory(
+    megabytes: float, scarce_steps: int
+) -> None:
+    torch.set_default_dtype(torch.float32)
+    torch.manual_seed(1)
+    model = towers()
+    with simulated_memory(int(megabytes * 2**20)) as device, warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always", autoaccum.AutoaccumWarning)
+        accumulator = autoaccum.Accumulator(
+            model, torch.optim.SGD(model.parameters(), 0.1), training_step=pair_loss, patience=0.1
+        )
+        for number in range(scarce_steps + 2):
+            if number == scarce_steps:
+                assert not told
+                device.limit = 2**26
+            accumulator.step((torch.randn(128, 64), torch.randn(128, 64)))
+    assert [str(one.message).partition(":")[0] for one in told] == [
+        "Batches were split before there was memory to measure that, and were not exact"
+    ]
+
+
+def test_max_micro_batch_holds_where_a_split_batch_saves_nothing() -> None:
+    model = nn.Sequential(nn.Linear(6, 400), nn.BatchNorm1d(400), nn.GELU(), nn.Linear(400, 4))
+    accumulator = autoaccum.Accumulator(
+        model, torch.optim.SGD(model.parameters(), 0.05), training_step=ce, max_micro_batch=8
+    )
+    accumulator.step(batches(32)[0])
+    assert any(isinstance(event, Joined) for event in accumulator.events)
+    assert max(accumulator.micro_batches) <= 8
+
+
+class CentringFromEight(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(6, 8), nn.Linear(8, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        hidden = self.first(x)
+        outputs: torch.Tensor = self.last((hidden - hidden.mean(0) if len(x) >= 8 else hidden).tanh())
+        return outputs
+
+
+def test_what_fails_for_two_large_micro_batches_is_joined_for_as_many_samples() -> None:
+    """The few samples that are measured show nothing of it."""
+    torch.manual_seed(0)
+    model = CentringFromEight()
+    other = copy.deepcopy(model)
+    accumulator = autoaccum.Accumulator(
+        model, torch.optim.SGD(model.parameters(), 0.1), training_step=ce, micro_batch=8
+    )
+    optimizer = torch.optim.SGD(other.parameters(), 0.1)
+    for batch in batches(32):
+        accumulator.step(batch)
+        optimizer.zero_grad()
+        ce(other, batch).backward()
+        optimizer.step()
+    for p, wanted in zip(model.parameters(), other.parameters(), strict=True):
+        torch.testing.assert_close(p, wanted, rtol=1e-9, atol=1e-11)
 
 
 class Texts(torch.utils.data.Dataset[torch.Tensor]):

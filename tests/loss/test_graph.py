@@ -10,7 +10,7 @@ from torch import nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-from autoaccum.loss.graph import only_parameters, operation_of, signed
+from autoaccum.loss.graph import has_halves, only_parameters, operation_of, signed
 
 OUTPUTS = torch.randn(6, 4, requires_grad=True)
 PARAMETER = nn.Parameter(torch.ones(3, 2))
@@ -66,3 +66,15 @@ def test_operations_bear_the_names_of_their_nodes() -> None:
 def test_dimensions_from_the_end_are_saved_without_their_sign() -> None:
     assert signed(OUTPUTS.mean(-1).grad_fn._saved_dim[0]) == -1  # type: ignore[union-attr]
     assert signed(1) == 1
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_what_an_autocast_of_the_users_own_rounds_shows_in_the_graph(dtype: torch.dtype) -> None:
+    layer, x = nn.Linear(4, 4), torch.randn(3, 4)
+    assert not has_halves(layer(x).double().sum())
+    with torch.autocast("cpu", dtype=dtype):
+        outputs = layer(x)
+    loss = outputs.float().square().sum()
+    assert has_halves(loss)
+    loss.backward()
+    assert has_halves(loss)

@@ -68,16 +68,16 @@ LINES: dict[Any, str | None] = {
     StepSkipped(step=3, reason="overflow"): "step 3: skipped (overflow)",
     Notice(cause="A", consequence="B", cure="C"): "A. B. C.",
     verified(1.4e-7, tensor="net.bias"): (
-        "step 1: gradient check: exact, relative error 1.4e-07 (2e-05 allowed; 6 samples split 1+2+3, 3+2+1, 2+2+2; "
+        "step 1: micro-batches are weighted: exact, relative error 1.4e-07 (2e-05 allowed; 6 samples split 1+2+3, 3+2+1, 2+2+2; "
         "the loss is a mean over its items)"
     ),
     # One that a further measurement has shown to be rounding.
     dataclasses.replace(verified(3.4e-5), tolerance=3.4e-5): (
-        "step 1: gradient check: exact, relative error 3.4e-05 (within measured rounding; 6 samples split 1+2+3, "
+        "step 1: micro-batches are weighted: exact, relative error 3.4e-05 (within measured rounding; 6 samples split 1+2+3, "
         "3+2+1, 2+2+2; the loss is a mean over its items)"
     ),
     verified(0.27, step=3, tensor="net.bias"): (
-        "step 3: gradient check: not exact, relative error 2.7e-01 in net.bias (2e-05 allowed; 6 samples split 1+2+3, "
+        "step 3: micro-batches are weighted: not exact, relative error 2.7e-01 in net.bias (2e-05 allowed; 6 samples split 1+2+3, "
         "3+2+1, 2+2+2; the loss is a mean over its items)"
     ),
     Joined(
@@ -106,7 +106,7 @@ LINES: dict[Any, str | None] = {
         seconds=0.1,
     ): (
         "step 3: micro-batches are joined: exact, relative error 1.0e-07 (2e-05 allowed; 7 samples); a step holds 80% of what "
-        "the full batch holds for backward, and a micro-batch, for the full batch runs through stem, norm, others (of "
+        "the full batch holds for backward, and a micro-batch, for the full batch runs through stem, norm, others (if these are "
         "BatchNorm layers, batch_norm='ghost:32' saves more). Reason: samples meet"
     ),
     shared(): "step 3: 2 ranks: 5 + 3; waiting: 20% to 50% of the time",

@@ -75,7 +75,7 @@ def test_of_a_run(caplog: pytest.LogCaptureFixture) -> None:
         progress=False,
     )
     told = [record.getMessage() for record in caplog.records if record.name == "autoaccum"]
-    measured = [text for text in told if "gradient check: exact" in text]
+    measured = [text for text in told if "weighted: exact" in text]
     assert measured[0].startswith("step 1: ")
     others = [text for text in told if text not in measured]
     assert [text.split(":")[0] for text in others] == ["plan", "step 1", "step 2", "step 3", "done"]

@@ -262,7 +262,7 @@ def test_of_a_run(progress: bool, capsys: pytest.CaptureFixture[str]) -> None:
         return
     text = lines(captured.err)
     assert text[0].startswith("plan: 2-3 x 3 (micro_batch is set); memory: ")
-    measured = [line for line in text if "gradient check: exact" in line]
+    measured = [line for line in text if "weighted: exact" in line]
     assert measured[0].startswith("step 1: ")
     text = [line for line in text if line not in measured]
     assert text[1].startswith("epoch 0: validation loss ")

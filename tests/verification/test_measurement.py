@@ -248,7 +248,20 @@ def test_it_begins_as_the_window_began_and_ends_as_that_ended() -> None:
         measurement.run_whole()
         measurement.run(ALIKE, "items")
     assert model.calls == 7
-    assert seen == [0, 0, 1, 2]
+    assert seen == [0, 0, 0, 1, 2], "whole twice, for what draws is watched"
+
+
+@pytest.mark.parametrize(("drawn", "runs"), [(0, 1), (1, 2)])
+def test_operations_are_watched_only_where_something_is_drawn(drawn: int, runs: int) -> None:
+    seen = Log()
+
+    def loss(model: Any, batch: Any) -> torch.Tensor:
+        seen.append(0)
+        return plain(model, batch) + 0 * torch.rand(drawn).sum()
+
+    with measurement_of(loss) as measurement:
+        measurement.run_whole()
+    assert len(seen) == runs
 
 
 @pytest.mark.device

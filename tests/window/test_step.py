@@ -163,7 +163,7 @@ class Told:
     """An examiner that says what it is told to say of a window."""
 
     is_checked = True
-    has_failed = joins = verifies = False
+    has_failed = joins = verifies = is_owed = False
 
     def __init__(self, *found: Any) -> None:
         self.found = list(found)
