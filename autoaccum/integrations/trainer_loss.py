@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, cast
 
+import numpy as np
 import torch
 from torch import nn
 
@@ -140,7 +141,7 @@ def calls_of_log(trainer: Any) -> Iterator[dict[str, list[float]]]:
 
 
 def _is_number(value: Any) -> bool:
-    return isinstance(value, (int, float)) or (isinstance(value, torch.Tensor) and value.numel() == 1)
+    return isinstance(value, (int, float, np.number)) or (isinstance(value, torch.Tensor) and value.numel() == 1)
 
 
 def log_window(trainer: Any, outputs: Mapping[str, Any]) -> None:

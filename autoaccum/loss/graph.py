@@ -199,18 +199,15 @@ def value_of(count: torch.Tensor) -> float | torch.Tensor:
 
 def has_halves(loss: torch.Tensor) -> bool:
     """Return whether anything in the graph of a loss was converted to 16 bits, as by an autocast."""
-    seen = {loss.grad_fn}
-    waiting = [loss.grad_fn]
+    waiting = [] if loss.grad_fn is None else [loss.grad_fn]
+    seen = {*waiting}
     while waiting:
-        node = waiting.pop()
-        if node is None:
-            continue
+        node: Any = waiting.pop()
         if node.name() == "ToCopyBackward0" and any(one.dtype in _HALVES for one in node._input_metadata):
             return True
-        for one, _ in node.next_functions:
-            if one is not None and one not in seen:
-                seen.add(one)
-                waiting.append(one)
+        new = {*inputs_of(node)} - seen
+        seen |= new
+        waiting.extend(new)
     return False
 
 

@@ -35,7 +35,7 @@ class Term:
     counts_items: bool = False
     """Whether the divisor is that of a loss which counts its targets itself."""
     weights: tuple[tuple[torch.Tensor, int], ...] = ()
-    """Of weights of the samples their sum, the least and the most; and how many there are."""
+    """Weights of the samples: their sum, the least, the most, and how many samples have one."""
     ones: tuple[Count, ...] = ()
     """Weights of a single number, which may be 1."""
     operation: str = ""
@@ -60,7 +60,7 @@ class Term:
 
     @property
     def is_one(self) -> bool:
-        """Tell whether something was divided by 1: a count that happens to be 1, or was kept from 0."""
+        """Return whether the loss was divided by 1: by a count of one, or by a count of 0 that was clamped to 1."""
         if any(abs(number) == 1 for number in (*self.factor.divisors, *self.factor.multipliers)):
             return True
         if 1 in self.ones:

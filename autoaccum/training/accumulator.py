@@ -117,8 +117,8 @@ class Accumulator:
                 neither, the model returns its loss, as ``.loss`` or ``["loss"]``.
             num_items: (micro-batch) -> how many items its loss is a mean over, where that cannot be read off the loss;
                 of several losses a dict of these by their names, or a list.
-            reduction: mean or sum: what the loss of a micro-batch is over its samples or items, where that is to be
-                said and not measured. A sum beside num_items is divided by what these count in the window.
+            reduction: mean or sum: how the loss of a micro-batch combines its samples or items; measured if left out.
+                With num_items, a sum is divided by the items of the full batch.
             micro_batch: "auto", or the samples of one forward and backward.
             max_micro_batch: the most samples to try at once.
             min_micro_batch: the fewest samples of one forward and backward; a window that has fewer is run as one

@@ -94,8 +94,8 @@ def check(
             neither, the model returns its loss, as ``.loss`` or ``["loss"]``.
         num_items: (micro-batch) -> how many items its loss is a mean over, where that cannot be read off the loss; of
             several losses a dict of these by their names, or a list.
-        reduction: mean or sum: what the loss of a micro-batch is over its samples or items, where that is to be said
-            and not measured. A sum beside num_items is divided by what these count in the window.
+        reduction: mean or sum: how the loss of a micro-batch combines its samples or items; measured if left out. With
+            num_items, a sum is divided by the items of the full batch.
         state: how often state that forwards change (momentum encoders, spectral norms, codebooks) moves: micro-batch:
             with each; window: once, as the last micro-batch leaves it, and all of a window find the same.
         batch_norm: whose statistics BatchNorm normalises by in training: micro: those of a micro-batch; ghost:32: of

@@ -111,8 +111,8 @@ def fit(
             neither, the model returns its loss, as ``.loss`` or ``["loss"]``.
         num_items: (micro-batch) -> how many items its loss is a mean over, where that cannot be read off the loss; of
             several losses a dict of these by their names, or a list.
-        reduction: mean or sum: what the loss of a micro-batch is over its samples or items, where that is to be said
-            and not measured. A sum beside num_items is divided by what these count in the window.
+        reduction: mean or sum: how the loss of a micro-batch combines its samples or items; measured if left out. With
+            num_items, a sum is divided by the items of the full batch.
         optimizer: an Optimizer or a function (parameters) -> Optimizer; AdamW when left out.
         lr: learning rate of the AdamW that is made when optimizer is left out; 1e-3 when left out too.
         lr_scheduler: function (optimizer, num_steps) -> LRScheduler; stepped once per window, or for every base_batch

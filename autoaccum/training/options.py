@@ -164,8 +164,8 @@ class FitArguments:
     )
     # What a graph shows, a measurement decides; whoever knows says so, and is told if a measurement contradicts.
     reduction: Reducing = option(
-        "mean or sum: what the loss of a micro-batch is over its samples or items, where that is to be said and not "
-        "measured. A sum beside num_items is divided by what these count in the window.",
+        "mean or sum: how the loss of a micro-batch combines its samples or items; measured if left out. With "
+        "num_items, a sum is divided by the items of the full batch.",
         default=None,
         check=_checks.of_reduction,
         accumulator=Own(),

@@ -188,7 +188,7 @@ class Validator:
             raise EmptyDatasetError("validation_data", _NOTHING)
         metrics = insist(lambda: self._read_all(losses), "the losses and the metrics of a validation were read")
         if self.joins_doubtful and not self._is_joined and self._hypothesis() is None and losses.are_doubtful():
-            # Nothing of training is split, of which it is measured: this is the first split that there is.
+            # Training splits nothing, so nothing was measured there: this is the first split.
             layout = Layout(self._modules)
             self.join(lambda: layout, self._window_samples)
             return self._run(step, epoch, training_micro_batch)

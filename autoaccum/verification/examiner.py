@@ -95,7 +95,7 @@ class Examiner:
         self._is_first = True  # until a window that was cut has been examined
         self._occasions = Occasions()
         self._counts_samples = False  # whether graphs have shown, in a measurement, samples to count alike
-        self._hides_draws = False  # whether that was so in the measurement that has passed
+        self._hides_draws = False  # whether the one that passed did not show draws to be each sample's own
         self.is_owed = False
         """Whether windows were cut, and stepped on, that could not be measured for want of memory."""
         self._largest_joined = 0  # samples of two micro-batches that were compared joined and apart
@@ -489,7 +489,7 @@ class Examiner:
             self._refuse_or_say(notices.unmeasured_notice(verdict.unmeasured), None, said)
 
     def measure_late(
-        self, window: Window, gradient: Gradient, most: int, aside: Callable[[], AbstractContextManager[None]]
+        self, window: Window, gradient: Gradient, aside: Callable[[], AbstractContextManager[None]]
     ) -> list[Event]:
         """Measure a window that is not cut, for those before it that were: return what is said of them.
 
@@ -498,7 +498,7 @@ class Examiner:
         """
         said: list[Event] = []
         with aside():
-            verdict = self._verdict(window, readings.likely(self._job, gradient), most)
+            verdict = self._verdict(window, readings.likely(self._job, gradient), window.num_samples)
         # Of windows that are cut after it, each is measured by itself.
         self.is_owed = self.is_owed and verdict.ran_out
         if verdict.decision is not None and not verdict.decision.passed:

@@ -57,7 +57,7 @@ class Examiner(Protocol):
     """Whether windows were cut, and stepped on, that could not be measured for want of memory."""
 
     def measure_late(
-        self, window: Window, gradient: Gradient, most: int, aside: Callable[[], AbstractContextManager[None]]
+        self, window: Window, gradient: Gradient, aside: Callable[[], AbstractContextManager[None]]
     ) -> list[Event]:
         """Measure a window that is not cut, for those; return what is said of them."""
 

@@ -508,11 +508,11 @@ class Call:
         if split.num_samples in self._lists and (split.checks is not None or split.num_samples > _FEW):
             raise NotRowsError(self.module, "an argument is a list of a value for each sample")
         flags, numbers = self._settings()
-        self.kind = f"{self._kind()} {flags:08x}"
-        self.signature = f"{self.kind} {self._numbers()} {numbers:08x}"
+        kind = f"{self._kind()} {flags:08x}"
+        self.signature = f"{kind} {self._numbers()} {numbers:08x}"
         kinds = split.layout.rows.get(self.signature, [])
         if not kinds and split.checks is None and split.layout.rows:
-            if sum(signature.startswith(self.kind) for signature in split.layout.rows) >= _MOST_NUMBERS:
+            if sum(signature.startswith(kind) for signature in split.layout.rows) >= _MOST_NUMBERS:
                 raise NotRowsError(self.module, "it is called with other numbers all the time")
             raise UnknownCallError(self.module, self.signature)
         self.known = self._known_of(kinds)

@@ -405,7 +405,7 @@ class Step:
                 return self._examined(window, outcome)
         elif isinstance(outcome, Gradient) and self._examiner.is_owed and group is None:
             # There is room for a window that is not cut, and so for a few of its samples.
-            for event in self._examiner.measure_late(window, outcome, window.num_samples, self.meter.aside):
+            for event in self._examiner.measure_late(window, outcome, self.meter.aside):
                 self.announcer.tell(event)
         return self._failure(outcome) if isinstance(outcome, RanOut) else outcome
 

@@ -624,6 +624,22 @@ def test_what_a_sample_by_itself_is_broadcast_against_is_no_row_of_it() -> None:
         torch.testing.assert_close(found[key], value, rtol=1e-9, atol=1e-11, msg=key)
 
 
+def train_beside_a_plain_loop(model: nn.Module, step: Any, made: list[Any], micro_batch: int) -> None:
+    """Compare the parameters that both leave."""
+    other = copy.deepcopy(model)
+    accumulator = autoaccum.Accumulator(
+        model, torch.optim.SGD(model.parameters(), 0.1), training_step=step, micro_batch=micro_batch
+    )
+    optimizer = torch.optim.SGD(other.parameters(), 0.1)
+    for batch in made:
+        accumulator.step(batch)
+        optimizer.zero_grad()
+        step(other, batch).backward()
+        optimizer.step()
+    for p, wanted in zip(model.parameters(), other.parameters(), strict=True):
+        torch.testing.assert_close(p, wanted, rtol=1e-9, atol=1e-11)
+
+
 def test_a_recipe_on_the_meta_device_is_no_model_of_a_run() -> None:
     base = mlp().to("meta")
     models = nn.ModuleList([mlp() for _ in range(3)])
@@ -636,18 +652,7 @@ def test_a_recipe_on_the_meta_device_is_no_model_of_a_run() -> None:
         outputs = torch.vmap(lambda p: torch.func.functional_call(base, p, (batch[0],)))(stacked)
         return F.cross_entropy(outputs.mean(0), batch[1])
 
-    other = copy.deepcopy(models)
-    accumulator = autoaccum.Accumulator(
-        models, torch.optim.SGD(models.parameters(), 0.1), training_step=step, micro_batch=4
-    )
-    optimizer = torch.optim.SGD(other.parameters(), 0.1)
-    for batch in batches():
-        accumulator.step(batch)
-        optimizer.zero_grad()
-        step(other, batch).backward()
-        optimizer.step()
-    for p, wanted in zip(models.parameters(), other.parameters(), strict=True):
-        torch.testing.assert_close(p, wanted, rtol=1e-9, atol=1e-11)
+    train_beside_a_plain_loop(models, step, batches(), micro_batch=4)
 
 
 def test_a_layer_that_is_replaced_in_a_weighted_run_is_measured_at_once() -> None:
@@ -817,19 +822,7 @@ class CentringFromEight(nn.Module):
 def test_what_fails_for_two_large_micro_batches_is_joined_for_as_many_samples() -> None:
     """The few samples that are measured show nothing of it."""
     torch.manual_seed(0)
-    model = CentringFromEight()
-    other = copy.deepcopy(model)
-    accumulator = autoaccum.Accumulator(
-        model, torch.optim.SGD(model.parameters(), 0.1), training_step=ce, micro_batch=8
-    )
-    optimizer = torch.optim.SGD(other.parameters(), 0.1)
-    for batch in batches(32):
-        accumulator.step(batch)
-        optimizer.zero_grad()
-        ce(other, batch).backward()
-        optimizer.step()
-    for p, wanted in zip(model.parameters(), other.parameters(), strict=True):
-        torch.testing.assert_close(p, wanted, rtol=1e-9, atol=1e-11)
+    train_beside_a_plain_loop(CentringFromEight(), ce, batches(32), micro_batch=8)
 
 
 class Texts(torch.utils.data.Dataset[torch.Tensor]):
