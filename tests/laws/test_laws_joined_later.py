@@ -245,6 +245,22 @@ def a_buffer_of_one_number_changes() -> Case:
     )
 
 
+@case
+def a_buffer_of_one_number_changes_within_a_step() -> Case:
+    number = {"is": 0}
+
+    def step(model: Any, batch: Any) -> torch.Tensor:
+        model.strength.fill_(float(number["is"] >= 4))
+        loss = contrast(model(batch[0]))
+        model.strength.fill_(0.0)
+        return loss
+
+    model = WarmedUp()
+    model.step = 9
+    model.strength.fill_(0.0)
+    return Case(model, step, lambda at: number.update({"is": at}))
+
+
 SWITCHES: dict[str, tuple[Any, Any]] = {
     "numpy_number": (np.float64(0), np.float64(1)),
     "frozenset": (frozenset(), frozenset({"flag"})),
