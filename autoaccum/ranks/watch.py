@@ -75,6 +75,8 @@ class Watch:
         # Changed by whoever says whom to follow, and read by the thread that does.
         self._lock = Lock()
         self._followed: dict[int, _Followed] = {}
+        self._callers: list[socket.socket] = []
+        """The connections that others have made to this rank."""
         self._thread: Thread | None = None
 
     @property
@@ -149,9 +151,12 @@ class Watch:
                 self._take_up(followed, selector)
                 for key, _ in selector.select(_EVERY):
                     if key.fileobj is self._port:
-                        selector.register(self._port.accept()[0], selectors.EVENT_READ)
+                        self._callers.append(self._port.accept()[0])
+                        selector.register(self._callers[-1], selectors.EVENT_READ)
                     elif not self._heard(key.fileobj, key.data):  # type: ignore[arg-type]
                         selector.unregister(key.fileobj)
+                        if key.data is None:
+                            self._callers.remove(key.fileobj)  # type: ignore[arg-type]
                         key.fileobj.close()  # type: ignore[union-attr]
                 for other, each in followed.items():
                     is_stopped = each.process is not None and _is_stopped(each.process)
@@ -201,7 +206,7 @@ class Watch:
                 self._call(of, _GONE)
         if said and self._lost is None:
             number, _, reason = said.decode(errors="replace").partition(" ")
-            self._lost = int(number), reason
+            self._learn(int(number), reason)
         return bool(said)
 
     def _call(self, lost: int, reason: str) -> None:
@@ -209,17 +214,29 @@ class Watch:
         # The first stands: others may have ended because of it.
         if self._lost is not None or self._is_over:
             return
-        self._lost = lost, reason
+        self._learn(lost, reason)
         with self._lock:
             places = dict(self._places)
         for other, place in places.items():
             if other not in (lost, self._rank):
                 self._tell(place, lost, reason)
 
+    def _learn(self, lost: int, reason: str) -> None:
+        """Keep which rank is lost, and say it to those that follow this one."""
+        self._lost = lost, reason
+        # This process may end for it: they read it before they read that the connection is closed.
+        for caller in list(self._callers):
+            with suppress(OSError):
+                caller.sendall(_message(lost, reason))
+
     @staticmethod
     def _tell(place: Place, lost: int, reason: str) -> None:
         with suppress(OSError), connected(place.host, place.port) as connection:  # who is gone need not hear of it
-            connection.sendall(f"{lost} {reason}".encode()[:_MOST_SAID])
+            connection.sendall(_message(lost, reason))
+
+
+def _message(lost: int, reason: str) -> bytes:
+    return f"{lost} {reason}".encode()[:_MOST_SAID]
 
 
 def connected(host: str, port: int) -> socket.socket:

@@ -133,6 +133,20 @@ class TestThree:
         for each in (first, second, third):
             each.close()
 
+    def test_who_follows_a_rank_hears_from_it_who_is_lost_before_it_ends(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(Watch, "_tell", lambda *_: None)
+        first, second, third = self.begun(monkeypatch)
+        while not first._callers:
+            time.sleep(0.01)
+        second.close()
+        while first.lost is None:
+            time.sleep(0.01)
+        first.close()
+        while third.lost is None:
+            time.sleep(0.01)
+        assert third.lost == (1, watch._GONE), "not the first one, which ended later"
+        third.close()
+
 
 class TestMeeting:
     """The first of three ranks, which does not know yet where the third is; the second is another process."""
