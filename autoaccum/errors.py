@@ -267,12 +267,16 @@ class LossSideEffectError(LossError):
 class NonFiniteLossError(LossError):
     """A NaN or infinite loss in the very first window: no step was taken. Later ones are reported."""
 
-    def __init__(self, loss: float) -> None:
+    def __init__(self, loss: float, sizes: Sequence[int] = ()) -> None:
         self.loss = loss
+        least, few = min(sizes, default=0), ""
+        if len(sizes) > 1:
+            few = f" The full batch was split into micro-batches of {least} and more samples: if the loss needs more of"
+            few += f" them, as a standard deviation does, leave accumulate out or pass min_micro_batch={least + 1}."
         super().__init__(
             f"the loss of the first window is {loss}; no step was taken and the model is as it was. Check the inputs "
             f"for NaN, the targets for values out of range, and the loss for log(0) or a division by 0, as of a mean "
-            f"over nothing; torch.autograd.set_detect_anomaly(True) names the operation."
+            f"over nothing; torch.autograd.set_detect_anomaly(True) names the operation.{few}"
         )
 
 

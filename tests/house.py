@@ -266,7 +266,7 @@ class Figure:
 BOUNDS: dict[str, float] = {
     "entries at the top": 25,  # the rooms, the floor, and the public names: callbacks and integrations came last
     "entries that are no room": 0,
-    "floors": 13,
+    "floors": 14,
     "modules in a circle": 0,
     "fragments per 100 docstrings": 10,
 }

@@ -81,6 +81,25 @@ class Source(Protocol):
                 follow if these had been read.
         """
 
+    def state_dict(self) -> dict[str, Any] | None:
+        """Return where the newest pass stands behind its last window, for a checkpoint; None before the first pass.
+
+        By a digest a later process knows whether the samples that it passes over are those that were trained on.
+        """
+
+    def check(self, state: Any, entry: str) -> None:
+        """Check what ``state_dict`` has returned.
+
+        Raises:
+            CheckpointCorruptError: it has not returned that.
+        """
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Let the next pass begin where ``state_dict`` was asked for.
+
+        ``read`` raises a DataError where other samples lead there than those that were trained on.
+        """
+
     def example(self, num_samples: int) -> Any:
         """Return a batch of that many samples (repeated where there are not enough); leave the data as it was.
 

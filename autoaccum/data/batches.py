@@ -19,7 +19,7 @@ import torch
 from torch.nn.utils.rnn import PackedSequence
 from torch.utils import _pytree as pytree
 
-from autoaccum.data import objects
+from autoaccum.data import graphs, objects
 from autoaccum.errors import DataError, RaggedBatchError
 from autoaccum.memory.oom import is_out_of_memory
 
@@ -56,10 +56,12 @@ def is_leaf(node: object) -> bool:
         return True
     if type(node) is tuple:  # what default_collate makes of texts; subclasses are named tuples, which are structure
         return bool(node) and all(isinstance(item, str | bytes) for item in node)
+    if isinstance(node, torch.Tensor):
+        return False
+    if objects.has_samples(node) or objects.is_lazy(node):
+        return True
     # Else it would be one leaf without rows, and go along whole with every micro-batch.
     if isinstance(node, Mapping) and type(node) not in pytree.SUPPORTED_NODES:
-        if objects.is_graphs(node):
-            return True
         _register(type(node))
     # As Lightning moves them to a device, field by field; a class that is registered knows better.
     if is_dataclass(node) and not isinstance(node, type) and type(node) not in pytree.SUPPORTED_NODES:
@@ -124,6 +126,12 @@ def flatten(batch: Any, is_leaf: IsLeaf = is_leaf) -> tuple[list[Any], pytree.Tr
     return pytree.tree_flatten(batch, is_leaf=is_leaf)
 
 
+def leaves_within(batch: Any) -> list[Any]:
+    """Return the leaves of a batch; of an object that holds samples, such as a batch of graphs, its tensors."""
+    leaves = flatten(batch)[0]
+    return [one for leaf in leaves for one in (objects.tensors(leaf) if objects.has_samples(leaf) else (leaf,))]
+
+
 def paths(batch: Any) -> list[str]:
     """Return where the leaves of a batch are, in the order of ``flatten``."""
     return list(leaves_by_path(batch))
@@ -186,8 +194,88 @@ def take_rows(rows: Any, start: int, stop: int) -> Any:
     if isinstance(rows, torch.Tensor):
         if rows.layout is not torch.strided:  # a sparse one has no slices
             return rows.index_select(0, torch.arange(start, min(stop, len(rows)), device=rows.device))
-        return rows[start:stop]
-    return objects.cut(rows, start, stop) if objects.has_samples(rows) else rows[start:stop]
+        if not has_attributes(rows):
+            return rows[start:stop]
+        return _like(rows[start:stop], rows, lambda attribute: _of_rows(attribute, len(rows), start, stop))
+    if objects.has_samples(rows):
+        return _by_itself(rows, "split", lambda: objects.cut(rows, start, stop))
+    return rows[start:stop]
+
+
+def _by_itself(leaf: Any, what: str, function: Callable[[], Any]) -> Any:
+    """Return what a function makes of an object that holds samples.
+
+    Raises:
+        DataError: it cannot, as where a batch of graphs does not give them.
+    """
+    try:
+        return function()
+    except Exception as error:
+        if is_out_of_memory(error):
+            raise
+        cure = graphs.cure(leaf) if graphs.is_graphs(leaf) else "Say how: split=(batch, start, size) -> micro-batch."
+        name = type(leaf).__name__
+        raise DataError(f"data: a batch of the class {name} cannot be {what}: {error}. {cure}") from error
+
+
+def has_attributes(tensor: torch.Tensor) -> bool:
+    """Return whether a tensor is of a subclass that says what its operations return, and may hold more than numbers."""
+    cls = type(tensor)
+    return cls is not torch.Tensor and cls.__torch_function__ is not torch._C._disabled_torch_function_impl
+
+
+def _like(made: torch.Tensor, tensor: torch.Tensor, part: Callable[[Any], Any]) -> torch.Tensor:
+    """Return a tensor as one of another's class, with the attributes that an operation has not handed on.
+
+    Args:
+        made: what the operation returned.
+        tensor: what it was computed from.
+        part: (attribute of the tensor) -> what is to be that of the other.
+    """
+    if type(made) is not type(tensor):
+        made = made.as_subclass(type(tensor))
+    # What a class hands on itself, as MONAI's does with a slice, it knows better.
+    for name in vars(tensor).keys() - vars(made).keys():
+        vars(made)[name] = part(vars(tensor)[name])
+    return made
+
+
+def _of_rows(attribute: Any, count: int, start: int, stop: int) -> Any:
+    """Return what some rows of a tensor have of its attribute; all of what has no entry for each of its rows."""
+
+    def cut(leaf: Any) -> Any:
+        return take_rows(leaf, start, stop) if num_rows(leaf) == count else leaf
+
+    return _map_rows(cut, attribute, is_leaf)
+
+
+def _join_tensors(parts: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Join tensors in dim 0, with their attributes."""
+    made = torch.cat(list(parts))
+    if not has_attributes(parts[0]):
+        return made
+    made = _like(made, parts[0], lambda attribute: attribute)
+
+    def join(path: str, leaves: Sequence[Any]) -> Any:
+        are_rows = all(has_rows(leaf) and num_rows(leaf) == len(part) for leaf, part in zip(leaves, parts, strict=True))
+        return join_rows(path, leaves) if are_rows else the_same(path, leaves)
+
+    # Those of the first alone, as classes hand them on, are not those of all.
+    for name, attribute in joined_by([vars(part) for part in parts], is_leaf, join).items():
+        vars(made)[name] = attribute
+    return made
+
+
+def pick(rows: Any, indices: torch.Tensor, dim: int = 0) -> Any:
+    """Copy the rows of one leaf at those indices."""
+    if isinstance(rows, torch.Tensor) and (dim or not has_attributes(rows)):
+        return rows.index_select(dim, indices)
+    if objects.is_collection(rows):
+        return rows[(slice(None),) * dim + (indices,)]
+    if objects.has_samples(rows) or isinstance(rows, torch.Tensor):
+        # Classes that hand on the attributes of a tensor row by row do so with slices alone.
+        return join_rows("", [take_rows(rows, index, index + 1) for index in indices.tolist()])
+    return type(rows)([rows[index] for index in indices.tolist()])
 
 
 def concat(batches: Sequence[Any], is_leaf: IsLeaf = is_leaf) -> Any:
@@ -231,11 +319,11 @@ def join_rows(path: str, parts: Sequence[Any]) -> Any:
     """Join the leaves that stand at one place of several batches; what has no rows must be the same in all of them."""
     first = parts[0]
     if isinstance(first, torch.Tensor) and first.ndim:
-        return torch.cat(list(parts))
+        return _join_tensors(parts)
     if isinstance(first, np.ndarray) and first.ndim:
         return np.concatenate(list(parts))
     if objects.has_samples(first):
-        return objects.join(parts)
+        return _by_itself(first, "joined", lambda: objects.join(parts))
     if isinstance(first, list | tuple):
         return type(first)([item for part in parts for item in part])
     return the_same(path, parts)
@@ -309,7 +397,10 @@ def to_device(batch: Any, device: torch.device, *, copy: bool, lasting: bool = F
 
 
 def _moved(tensor: torch.Tensor, device: torch.device, *, copy: bool, lasting: bool) -> torch.Tensor:
-    """Move a tensor; return before it has arrived only where that is safe."""
+    """Move a tensor with its attributes; return before it has arrived only where that is safe."""
+    if has_attributes(tensor):
+        there = tensor.to(device, copy=copy)
+        return _like(there, tensor, lambda attribute: to_device(attribute, device, copy=copy))
     # A copy to the host could be read too early. MPS may read a source that was freed meanwhile (pytorch#189690).
     if tensor.device.type != "cpu" or device.type in ("cpu", "mps"):
         return tensor.to(device, copy=copy)

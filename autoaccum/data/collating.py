@@ -10,7 +10,8 @@ import numpy as np
 import torch
 from torch.utils.data import default_collate
 
-from autoaccum.data import foreign
+from autoaccum.data import batches, foreign
+from autoaccum.data.joins import are_same
 from autoaccum.errors import DataError
 
 _LENGTHS = (
@@ -56,8 +57,52 @@ def collate_of(collate: Any, data: object) -> Any:
     """Return what collates samples of some data: a user's own function, or one that says what is wrong with them."""
     # Whoever wrote a function knows best what is wrong with samples, and what he wants of lists.
     if collate is not default_collate:
-        return collate
+        return Counted(collate)
     return collate_without_lists if type(data) is list or foreign.is_hf(data) else plain_collate
+
+
+class Counted:
+    """A user's collate_fn, whose rows are counted against the samples that went in."""
+
+    def __init__(self, collate: Any) -> None:
+        self._collate = collate
+        self._looks = 8  # how often it is called once more where rows are others than samples
+
+    def __call__(self, samples: list[Any]) -> Any:
+        """Return what it makes of samples.
+
+        Raises:
+            DataError: samples are lost by the place that they have, as where it returns the first one alone.
+        """
+        given = list(samples)
+        batch = self._collate(samples)
+        # One that leaves out what is None says what it wants. What makes several rows of a sample, or one of many,
+        # loses none as long as each sample changes what comes out.
+        if self._looks and len(given) > 1 and set(_rows(batch)) != {sum(one is not None for one in given)}:
+            self._looks -= 1
+            for left_out, moved in ((given[:-1], [given[-1], *given[:-1]]), (given[1:], [*given[1:], given[0]])):
+                if self._is_same(left_out, batch) and not self._is_same(moved, batch):
+                    raise DataError(
+                        f"data: collate_fn loses samples: of {len(given)} it returns the same as of {len(left_out)}. "
+                        f"autoaccum gives it all samples of a micro-batch. If each entry of the dataset is a batch, "
+                        f"pass DataLoader(dataset, batch_size=None), with a sampler to shuffle; else let collate_fn "
+                        f"join all samples that it is given."
+                    )
+        return batch
+
+    def _is_same(self, samples: list[Any], batch: Any) -> bool:
+        try:
+            return are_same(self._collate(list(samples)), batch)
+        except Exception:  # of fewer it may make no batch, and then it has heeded them
+            return False
+
+
+def _rows(batch: Any) -> list[int]:
+    """Return how many rows each part of a batch has; nothing where that cannot be counted."""
+    try:
+        return list(batches.sizes_of(batch).values())
+    except DataError:
+        return []
 
 
 def _numbers_in(sample: Any) -> str | None:

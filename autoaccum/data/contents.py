@@ -25,7 +25,7 @@ def digest_of(leaves: Sequence[Any]) -> str | None:
         return None
     digest = hashlib.sha256()
     for tensor in tensors:
-        for part in _parts(tensor.detach(), MOST_BYTES // len(tensors)):
+        for part in _parts(tensor.detach().as_subclass(torch.Tensor), MOST_BYTES // len(tensors)):
             # As bytes, for NumPy has no bfloat16.
             plain = part.resolve_conj().resolve_neg().cpu().contiguous()
             digest.update(plain.flatten().view(torch.uint8).numpy().data)

@@ -17,11 +17,13 @@ from autoaccum.data import batches
 from autoaccum.data.base import Collate, Item, NextPiece, PlanAt, Reader
 from autoaccum.data.collating import unlike
 from autoaccum.data.contents import digest_of
+from autoaccum.data.digests import SAVED
 from autoaccum.data.grouped import GroupedSamples
 from autoaccum.data.joins import are_same
 from autoaccum.data.lengths import PEEK, Padding, lengths_of, repeat_in_turn, repeat_longest, try_twice, uneven
-from autoaccum.data.orders import Order, chosen, reading
+from autoaccum.data.orders import Order, chosen
 from autoaccum.data.packing import pack, unpack
+from autoaccum.data.parts import set_epoch
 from autoaccum.data.pieces import BATCHES, Pieces, SampleReader, items_form, with_preserved_randomness
 from autoaccum.data.randomness import collated_otherwise, mix, preserved_randomness
 from autoaccum.data.tensors import TensorSource
@@ -98,7 +100,20 @@ class DatasetSource:
     def read(self, epoch: int, plan_at: PlanAt, passed: Iterable[int] = ()) -> Reader:
         """Begin a pass over the samples; those that were passed are not read."""
         start, order = sum(passed), self._order(epoch)
-        return reading(order, start, lambda: self._read(order, epoch, plan_at, start))
+        set_epoch(epoch, self._reader.dataset)
+        return self._order.reading(order, epoch, start, lambda: self._read(order, epoch, plan_at, start))
+
+    def state_dict(self) -> dict[str, Any] | None:
+        """Return where the newest pass stands in its order."""
+        return self._order.state_dict()
+
+    def check(self, state: Any, entry: str) -> None:
+        """Check what ``state_dict`` has returned."""
+        SAVED(state, entry)
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Let the next pass compare its order with it."""
+        self._order.load_state_dict(state)
 
     def _read(self, order: Any, epoch: int, plan_at: PlanAt, start: int) -> Reader:
         """Begin a pass in an order, at a position of it."""
@@ -124,7 +139,9 @@ class DatasetSource:
             position += len(items)  # only now: when reading fails, the same items can be asked for again
             return len(items), items
 
-        collate = with_preserved_randomness(partial(self._collate_items, order=order))
+        collate: Callable[[list[Item]], Any] = partial(self._collate_items, order=order)
+        if self._collate is not default_collate:  # which draws nothing
+            collate = with_preserved_randomness(collate)
         shared: dict[str, Any] = {
             "device": self._device,
             "num_samples": len(order),
@@ -148,14 +165,16 @@ class DatasetSource:
             # Workers collate. What default_collate makes can be cut to other sizes; padding depends on the size, so
             # that of a user's collate_fn is made anew where the plan has changed.
             next_batch = self._read_by_workers(epoch, start, keys, plan_at, reread, self._reader)
-            is_cuttable = self._collate is default_collate
+            is_cuttable = self._collate is default_collate and not self._reader.reads_together
             return Pieces(next_batch, form=BATCHES, cuttable=is_cuttable, lasting=True, **shared)
 
         def skip_to(there: int) -> None:
             nonlocal position
             position = there
 
-        return Pieces(next_items, form=items_form(collate), skip_to=skip_to, **shared)
+        # Samples that were read together may be padded for each other: other micro-batches of them are read anew.
+        is_cuttable = not self._reader.reads_together
+        return Pieces(next_items, form=items_form(collate), cuttable=is_cuttable, skip_to=skip_to, **shared)
 
     def _read_by_workers(
         self,

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch.utils import _pytree as pytree
 
-from autoaccum.data import batches
+from autoaccum.data import batches, objects
 from autoaccum.errors import ArgumentError, ArgumentTypeError, DataError, RaggedBatchError
 
 Dims = Any
@@ -91,7 +91,7 @@ class AtDim:
             dim = where[path]
             if dim is None:
                 return batches.the_same(path, leaves)
-            if isinstance(leaves[0], torch.Tensor):
+            if isinstance(leaves[0], torch.Tensor) or objects.is_collection(leaves[0]):
                 return torch.cat(list(leaves), dim=dim)
             if isinstance(leaves[0], np.ndarray):
                 return np.concatenate(list(leaves), axis=dim)
@@ -226,7 +226,7 @@ def _unclear(what: str, dim: int, argument: str) -> DataError:
 
 
 def _cut(leaf: Any, dim: int, start: int, stop: int) -> Any:
-    if not dim or not isinstance(leaf, torch.Tensor | np.ndarray):
+    if not dim or not (isinstance(leaf, torch.Tensor | np.ndarray) or objects.is_collection(leaf)):
         return batches.take_rows(leaf, start, stop)
     return leaf[(slice(None),) * dim + (slice(start, stop),)]
 

@@ -9,6 +9,7 @@ import torch
 from torch.utils.data import DataLoader, Dataset
 
 from autoaccum._units import shown
+from autoaccum.data import objects
 from autoaccum.errors import ArgumentTypeError
 
 _TENSORS = "tensors, arrays, a Dataset or a DataLoader"
@@ -30,8 +31,14 @@ def refuse(argument: str, data: Any) -> None:
     if isinstance(data, list) and data and isinstance(data[0], DataLoader | Dataset):
         cure = f"It holds several: pass one, such as {argument}[0], or torch.utils.data.ConcatDataset of datasets."
         raise ArgumentTypeError(argument, f"a list of {len(data)}", "one dataset or DataLoader", cure)
+    if objects.has_samples(data):  # its entries are none of these, and may not bear to be listed
+        return
     kinds = (Dataset, DataLoader)
-    if isinstance(data, Mapping) and data and all(isinstance(part, kinds) or is_hf(part) for part in data.values()):
+    if (
+        isinstance(data, Mapping)
+        and data.keys()
+        and all(isinstance(part, kinds) or (is_hf(part) and hasattr(part, "column_names")) for part in data.values())
+    ):
         first = next(iter(data))
         cure = f"It holds several datasets: pass one, such as {argument}[{first!r}]."
         raise ArgumentTypeError(argument, _names(data), "one dataset", cure)
@@ -42,12 +49,21 @@ def refuse(argument: str, data: Any) -> None:
             "torch.tensor(df[target].to_numpy())), where features is a list of names."
         )
         raise ArgumentTypeError(argument, _named(data), _TENSORS, cure)
+    if is_columns(data):
+        cure = (
+            "Pass its columns as tensors: {name: torch.tensor(table[name].to_pylist()) for name in table.column_names}."
+        )
+        raise ArgumentTypeError(argument, _named(data), _TENSORS, cure)
     # One level deep, where people put them: what is further in fails when it is counted.
     parts = data.items() if isinstance(data, Mapping) else enumerate(data) if isinstance(data, tuple) else ()
     for name, part in parts:
         if is_table(part):
             cure = "Pass its values as a tensor: torch.tensor(table.to_numpy(), dtype=torch.float32) for inputs, and "
             cure += "without a dtype for labels."
+            raise ArgumentTypeError(f"{argument}[{name!r}]", _named(part), "a tensor or an array", cure)
+        if is_hf(part) or hasattr(part, "to_pylist"):  # a column of Hugging Face, or of pyarrow
+            read = "column[:]" if is_hf(part) else "column.to_pylist()"
+            cure = f"Pass its values as a tensor: torch.tensor({read})."
             raise ArgumentTypeError(f"{argument}[{name!r}]", _named(part), "a tensor or an array", cure)
 
 
@@ -77,6 +93,11 @@ def is_table(thing: object) -> bool:
     # Nothing is imported for this: whoever has a table has imported its library.
     modules = {kind.__module__.split(".")[0] for kind in type(thing).__mro__}
     return bool(modules & {"pandas", "polars"}) and hasattr(thing, "to_numpy")
+
+
+def is_columns(thing: object) -> bool:
+    """Return whether something is a table that is indexed by the names of its columns, such as one of pyarrow."""
+    return hasattr(thing, "column_names") and hasattr(thing, "to_pylist") and not is_hf(thing)
 
 
 def is_hf(thing: object) -> bool:

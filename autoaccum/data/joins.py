@@ -134,10 +134,8 @@ def are_same(first: Any, second: Any) -> bool:
         return first.shape == second.shape and bool(torch.equal(first, second))
     if isinstance(first, np.ndarray) and isinstance(second, np.ndarray):
         return np.array_equal(first, second)
-    if objects.is_packed(first) and objects.is_packed(second):
-        return are_same(first.data, second.data)
-    if objects.is_graphs(first) and objects.is_graphs(second):
-        return objects.count(first) == objects.count(second)
+    if objects.has_samples(first) and objects.has_samples(second):
+        return objects.count(first) == objects.count(second) and are_same(*map(objects.tensors, (first, second)))
     if isinstance(first, Mapping) and isinstance(second, Mapping):
         return first.keys() == second.keys() and all(are_same(first[key], second[key]) for key in first)
     if isinstance(first, list | tuple) and isinstance(second, list | tuple):

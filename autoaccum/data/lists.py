@@ -9,6 +9,7 @@ import numpy as np
 import torch
 
 from autoaccum.data import batches, objects
+from autoaccum.data.parts import parts_of
 from autoaccum.errors import AmbiguousBatchError, DataError
 from autoaccum.events import Notice
 
@@ -86,6 +87,30 @@ def notice(argument: str) -> Notice:
         cause="Its entries look like samples, and not like batches",
         consequence=f"The list that is passed as {argument} is read as a dataset, as a DataLoader reads it",
         cure=f"Pass DataLoader({argument}, batch_size=None) if each entry is a batch",
+    )
+
+
+def are_batches(entry: Any, stream: Any, argument: str) -> bool:
+    """Return whether a stream, which may yield either, yields batches, as its first entry and its batch sizes tell.
+
+    Raises:
+        DataError: nothing tells.
+    """
+    found = _look_at(entry)
+    if not found.rows or len(set(found.rows)) > 1 or found.has_single:
+        return False
+    rows, are_vectors = found.rows[0], max(found.dims) == 1
+    # It may be, or hold, a loader that says how large its batches are.
+    is_size = rows in [getattr(part, "__dict__", {}).get("batch_size") for part in parts_of(stream)]
+    if found.is_batch or (is_size and not are_vectors):
+        return True
+    if are_vectors and not is_size:  # as the tokens of a text and its labels
+        return False
+    kinds = " and ".join(f"shape {tuple(np.shape(leaf))}" for leaf in batches.flatten(entry)[0][:3])
+    raise DataError(
+        f"{argument}: what it yields first ({kinds}) may be one sample or a batch of {rows}. If each is a batch, pass "
+        f"DataLoader({argument}, batch_size=None). If each is a sample, pass DataLoader({argument}, batch_size=32); "
+        f"any batch_size will do, because autoaccum splits and joins its batches."
     )
 
 

@@ -1,18 +1,18 @@
-"""Counts, cuts, joins and copies batches that are one object: packed sequences and batches of graphs.
-
-Graphs are known by their protocol, which is PyTorch Geometric's: ``num_graphs``, ``to_data_list()`` and the class's
-``from_data_list``. Nothing of it is imported.
-"""
+"""Counts, cuts, joins and copies batches that are one object: packed sequences, batches of graphs, TensorDicts."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from copy import deepcopy
 from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
 from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence, pad_packed_sequence
+from torch.utils import _pytree as pytree
+
+from autoaccum.data import graphs
 
 
 def is_packed(leaf: object) -> bool:
@@ -20,42 +20,43 @@ def is_packed(leaf: object) -> bool:
     return isinstance(leaf, PackedSequence)
 
 
-def is_graphs(leaf: object) -> bool:
-    """Return whether something is a batch of graphs, made of one object for each."""
-    return (
-        hasattr(leaf, "num_graphs")
-        and callable(getattr(leaf, "to_data_list", None))
-        and callable(getattr(type(leaf), "from_data_list", None))
-    )
+def is_collection(leaf: object) -> bool:
+    """Return whether something holds tensors with rows in common and has rows itself, such as a TensorDict."""
+    size = getattr(leaf, "batch_size", None)
+    is_other = not isinstance(leaf, torch.Tensor) and hasattr(type(leaf), "__torch_function__")
+    return isinstance(size, torch.Size) and len(size) > 0 and is_other
 
 
 def has_samples(leaf: object) -> bool:
     """Return whether something is an object that holds samples."""
-    return is_packed(leaf) or is_graphs(leaf)
+    return is_packed(leaf) or is_collection(leaf) or graphs.is_graphs(leaf)
 
 
 def count(leaf: Any) -> int:
     """Count the samples in such an object."""
     if is_packed(leaf):
         return int(leaf.batch_sizes[0])  # of the first step, which every sequence has
+    if is_collection(leaf):
+        return int(leaf.batch_size[0])
     return int(leaf.num_graphs)
 
 
 def cut(leaf: Any, start: int, stop: int) -> Any:
     """Return samples ``start`` to ``stop`` of such an object, in the order in which they were put into it."""
+    if start == 0 and stop >= count(leaf):  # nothing is rebuilt that is not split
+        return leaf
     # A packed sequence holds first steps, then second steps, sorted by length: samples are apart only when it is padded
     # again, and then in the order in which they were given.
     if is_packed(leaf):
         padded, lengths = pad_packed_sequence(leaf, batch_first=True)
         return _packed(padded[start:stop], lengths[start:stop], like=leaf)
-    return _graphs_class(leaf).from_data_list(leaf.to_data_list()[start:stop])
+    return leaf[start:stop] if is_collection(leaf) else graphs.cut(leaf, start, stop)
 
 
 def join(parts: Sequence[Any]) -> Any:
     """Join such objects, one after the other."""
     if not is_packed(parts[0]):
-        graphs = [graph for part in parts for graph in part.to_data_list()]
-        return _graphs_class(parts[0]).from_data_list(graphs)
+        return torch.cat(list(parts)) if is_collection(parts[0]) else graphs.join(parts)
     unpacked = [pad_packed_sequence(part, batch_first=True) for part in parts]
     # Each was padded to its own longest sequence; what is added is left out again when they are packed.
     longest = max(padded.shape[1] for padded, _ in unpacked)
@@ -74,10 +75,13 @@ def _packed(padded: torch.Tensor, lengths: torch.Tensor, like: PackedSequence) -
     return pack_padded_sequence(padded, lengths, batch_first=True, enforce_sorted=is_sorted)
 
 
-def _graphs_class(leaf: Any) -> Any:
-    """Return the class that makes batches of graphs."""
-    # That which defines it: classes that are made on the fly, one for each kind of graph, inherit it.
-    return next(cls for cls in type(leaf).__mro__ if "from_data_list" in vars(cls))
+def is_lazy(leaf: object) -> bool:
+    """Return whether something is an array that is read when it is sliced, such as one of h5py or zarr."""
+    is_other = isinstance(leaf, torch.Tensor | np.ndarray | np.generic) or is_collection(leaf)
+    if is_other or not hasattr(type(leaf), "__getitem__"):
+        return False
+    shape = getattr(leaf, "shape", None)
+    return isinstance(shape, tuple) and len(shape) > 0 and hasattr(leaf, "dtype")
 
 
 def can_move(leaf: object) -> bool:
@@ -111,11 +115,23 @@ def _copied(leaf: Any) -> Any:
         return leaf
 
 
+def mapped(leaf: Any, function: Callable[[torch.Tensor], torch.Tensor]) -> Any:
+    """Return a copy of such an object with what a function makes of its tensors; itself where it has no ``apply``."""
+    if is_packed(leaf):
+        return leaf._replace(data=function(leaf.data))
+    # That of PyTorch Geometric changes the object itself, that of a TensorDict makes another one.
+    return leaf.clone().apply(function) if callable(getattr(leaf, "apply", None)) else leaf
+
+
 def tensors(leaf: Any) -> list[torch.Tensor]:
-    """Return the tensors that an object holds, as far as they can be seen, for their sizes."""
+    """Return the tensors that a leaf of a batch is, or holds as far as they can be seen."""
+    if isinstance(leaf, torch.Tensor):
+        return [leaf]
     if is_packed(leaf):
         return [leaf.data]
-    # PyTorch Geometric keeps them in stores of its own, which this lists.
-    held = leaf.to_dict() if callable(getattr(leaf, "to_dict", None)) else getattr(leaf, "__dict__", {})
-    values = held.values() if isinstance(held, dict) else ()
-    return [value for value in values if isinstance(value, torch.Tensor)]
+    # PyTorch Geometric keeps them in stores of its own, which this lists; a collection is known to torch's pytree.
+    if is_collection(leaf):
+        held = leaf
+    else:
+        held = leaf.to_dict() if callable(getattr(leaf, "to_dict", None)) else getattr(leaf, "__dict__", {})
+    return [value for value in pytree.tree_leaves(held) if isinstance(value, torch.Tensor)]

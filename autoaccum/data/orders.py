@@ -9,8 +9,8 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
 from functools import partial
+from hashlib import blake2b
 from itertools import islice
 from math import isqrt
 from typing import Any
@@ -19,7 +19,9 @@ import numpy as np
 import torch
 
 from autoaccum.data.base import Reader, Window
-from autoaccum.data.randomness import IsolatedRandomness, mix
+from autoaccum.data.digests import refuse_others
+from autoaccum.data.parts import generators_of, set_epoch
+from autoaccum.data.randomness import IsolatedRandomness, mix, seeded_state
 from autoaccum.errors import DataError
 from autoaccum.memory.oom import insist
 
@@ -27,6 +29,8 @@ LARGEST_LISTED = 10**7
 """Samples: list the order of an epoch with no more of them. As a tensor it takes 80 MB and a tenth of a second."""
 _ROUNDS = 8
 """Rounds of the permutation: four for each half. Luby and Rackoff (1988) show three to be enough to look random."""
+_AT_ONCE = 2**16
+"""Take so many indices at a time for a digest."""
 _AHEAD = 4096
 """Draw so many indices at least: to change the random states for them takes as long as some hundred draws."""
 
@@ -52,9 +56,22 @@ class Order:
         self._sampler = sampler
         self._in_batches = in_batches
         self.num_samples = num_samples
+        # Of the newest pass, and of one that an earlier process began.
+        self._newest: tuple[int, Taken] | None = None
+        self._saved: dict[str, Any] | None = None
 
     def __call__(self, epoch: int) -> torch.Tensor | list[Any] | Unlisted:
-        """Return indices into the dataset, in the order of that epoch."""
+        """Return indices into the dataset, in the order of that epoch.
+
+        Raises:
+            DataError: an earlier process was given another order in the epoch that has ended.
+        """
+        saved = self._saved
+        if saved is not None and saved["epoch"] != epoch:
+            self._saved = None
+            # To draw more once more would take too long.
+            if self._sampler is not None and saved["position"] <= LARGEST_LISTED:
+                self._check(saved, Taken(self(saved["epoch"])))
         # Mixed, for neighbouring seeds and epochs must not have orders in common; 63 bits, for torch takes a sign.
         seed = mix(self._seed, epoch) >> 1
         return insist(partial(self._drawn, epoch, seed), "the order of the samples was drawn")
@@ -72,6 +89,36 @@ class Order:
             if self.num_samples > LARGEST_LISTED
             else torch.arange(self.num_samples, device="cpu")
         )
+
+    def reading(self, order: Any, epoch: int, start: int, read: Callable[[], Reader]) -> Reader:
+        """Return a reader in an order of an epoch, from a position on.
+
+        Raises:
+            DataError: an earlier process was given other samples before that position.
+        """
+        # What no sampler draws follows from the seed alone, and need not be kept.
+        taken, saved, self._saved = Taken(None if self._sampler is None else order), self._saved, None
+        if saved is not None:
+            self._check(saved, taken)
+        taken.position = start
+        taken.give_up()
+        self._newest = (epoch, taken)
+        return _Counted(read(), taken)
+
+    def _check(self, saved: dict[str, Any], taken: Taken) -> None:
+        if taken.upto(saved["position"]) != saved["digest"]:
+            refuse_others(type(self._sampler).__name__, saved["epoch"], saved["position"])
+
+    def state_dict(self) -> dict[str, Any] | None:
+        """Return where the newest pass stands, with a digest of what was taken; None before the first."""
+        if self._newest is None:
+            return self._saved
+        epoch, taken = self._newest
+        return {"epoch": epoch, "position": taken.position, "digest": taken.upto(taken.position)}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Let the next pass compare itself with what ``state_dict`` has returned."""
+        self._newest, self._saved = None, state
 
     def description(self) -> dict[str, Any]:
         """Return what a run that goes on has to know of the order beside its seed."""
@@ -169,41 +216,20 @@ class Draws(Unlisted):
     def __init__(self, sampler: Any, epoch: int, seed: int, num_samples: int, *, in_batches: bool = False) -> None:
         """Begin an epoch."""
         self.num_samples = num_samples
-        # Samplers of several processes draw by the epoch that they are told, and would else repeat the first.
-        if hasattr(sampler, "set_epoch"):
-            sampler.set_epoch(epoch)
-        generators = []
-        for part in (sampler, getattr(sampler, "sampler", None)):  # a sampler of batches often wraps one of indices
-            generator = getattr(part, "generator", None)
-            if isinstance(generator, torch.Generator):
-                generators.append(generator)
-        # A sampler with a generator draws from it, and any other from the global ones, of torch, NumPy or Python.
-        self._randomness = IsolatedRandomness(seed)
-        self._states = []
-        for generator in generators:
-            outside = generator.get_state()
-            self._states.append((generator, generator.manual_seed(seed).get_state()))
-            generator.set_state(outside)
+        # A sampler of batches often wraps one of indices. Those of several processes draw by the epoch that they are
+        # told, and would else repeat the first.
+        set_epoch(epoch, sampler, getattr(sampler, "sampler", None))
+        # A sampler with generators draws from these, and any other from the global ones, of torch, NumPy or Python.
+        generators = generators_of(sampler)
+        seeds = [seed, *(mix(seed, place) >> 1 for place in range(1, len(generators)))]
+        own = list(map(seeded_state, generators, seeds))
+        self._drawing = IsolatedRandomness(seed, generators, own)
         with self._drawing():
             drawn = iter(sampler)
         # The user's batches say which samples come, in which order, and not how windows are cut.
         self._iterator: Iterator[Any] = (index for indices in drawn for index in indices) if in_batches else drawn
         self._kept: deque[Any] = deque()
         self._first = 0  # position of the first that is kept
-
-    @contextmanager
-    def _drawing(self) -> Iterator[None]:
-        """Let all generators go on, within it, from where the last draw left them."""
-        outside = [generator.get_state() for generator, _ in self._states]
-        for generator, state in self._states:
-            generator.set_state(state)
-        try:
-            with self._randomness():
-                yield
-        finally:
-            self._states = [(generator, generator.get_state()) for generator, _ in self._states]
-            for (generator, _), state in zip(self._states, outside, strict=True):
-                generator.set_state(state)
 
     def listed(self) -> list[Any]:
         """Return all of them, however many the sampler has promised."""
@@ -245,30 +271,61 @@ class Draws(Unlisted):
         return last[0][0] if last else 0
 
 
-class Forgetful:
-    """A reader in an order whose draws are given up with the window that they were for."""
+class Taken:
+    """What was taken of an epoch's order, and a digest of it, which is extended when it is asked for."""
 
-    def __init__(self, reader: Reader, draws: Draws, start: int) -> None:
-        """Set up; ``start`` is the position of the first window."""
+    def __init__(self, order: Any) -> None:
+        """Begin with nothing."""
+        self.position = 0
+        """Of the next window."""
+        self._order = order
+        self._digest = blake2b(digest_size=8)
+        self._digested = 0
+
+    def give_up(self) -> None:
+        """Forget draws that no window needs any more."""
+        if isinstance(self._order, Draws):
+            self.upto(self.position)
+
+    def end(self) -> None:
+        """Let go of the order, whose epoch has ended."""
+        self.upto(self.position)
+        self._order = None
+
+    def upto(self, position: int) -> str:
+        """Return the digest of the indices before a position; give up those that were drawn for it."""
+        order = self._order
+        for start in range(self._digested, position, _AT_ONCE):
+            stop = min(start + _AT_ONCE, position)
+            if isinstance(order, Draws):
+                self._digest.update(_texts(order.at(range(start, stop))))
+                order.forget(stop)
+            elif isinstance(order, list):
+                self._digest.update(_texts(order[start:stop]))
+        self._digested = max(position, self._digested)
+        return self._digest.hexdigest()
+
+
+def _texts(indices: list[Any]) -> bytes:
+    return (repr(indices)[1:-1] + ", ").encode()
+
+
+class _Counted:
+    """A reader that counts what it has served, and gives draws up with the window that they were for."""
+
+    def __init__(self, reader: Reader, taken: Taken) -> None:
         self._reader = reader
-        self._draws = draws
-        self._position = start
+        self._taken = taken
 
     def window(self, num_samples: int, whole: bool = False) -> Window | None:
         """Return the next window: see ``Reader``."""
-        self._draws.forget(self._position)
+        self._taken.give_up()
         window = self._reader.window(num_samples, whole)
         if window is not None:
-            self._position += window.num_samples
+            self._taken.position += window.num_samples
+        else:
+            self._taken.end()
         return window
-
-
-def reading(order: object, start: int, read: Callable[[], Reader]) -> Reader:
-    """Return a reader in an order, from a position on, that keeps no more of it than a window needs."""
-    if not isinstance(order, Draws):
-        return read()
-    order.forget(start)
-    return Forgetful(read(), order, start)
 
 
 def chosen(order: Any, positions: Sequence[int]) -> list[Any]:

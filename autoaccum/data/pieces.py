@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 from bisect import bisect_left, bisect_right
-from collections.abc import Callable, MutableMapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, MutableMapping, Sequence
 from contextlib import suppress
 from copy import copy
 from dataclasses import dataclass
@@ -13,13 +13,15 @@ from operator import attrgetter
 from typing import Any, NamedTuple, TypeVar
 
 import torch
-from torch.utils.data import get_worker_info
+from torch.utils.data import StackDataset, Subset, default_collate, get_worker_info
 
 from autoaccum.data import batches
 from autoaccum.data.base import Collate, Item, NextPiece, Window
 from autoaccum.data.collating import collate_of
+from autoaccum.data.lengths import PEEK
 from autoaccum.data.randomness import collation, mix, preserved_randomness, seed_host
-from autoaccum.errors import DataError
+from autoaccum.data.reading import columns, holds_samples, is_leaf_of
+from autoaccum.errors import AutoaccumError, DataError
 from autoaccum.memory.oom import is_out_of_memory, without_frames
 
 T = TypeVar("T")
@@ -153,6 +155,9 @@ class Pieces:
     def batch(self, start: int, stop: int) -> Any:
         """Return the samples of positions ``start`` to ``stop``, on the device."""
         self._pass_over(start)
+        # What is good for its own micro-batch alone is not read ahead of one that begins elsewhere.
+        if not self._cuttable and self._skip_to is not None and start < self._arrived < stop:
+            self._pass_over(stop)
         if not self._read_until(stop, stop - start):
             raise DataError(f"data: it promised {self._num_samples} samples and ended after {self._arrived}.")
         first = bisect_right(self._kept, start, key=attrgetter("stop"))
@@ -179,7 +184,9 @@ class Pieces:
         """Return the samples at those positions of the pass as one batch, on the host."""
         first, last = min(positions), max(positions)
         # Some few of a window that other ranks have read are not worth all that lies between them.
-        are_few = self._skip_to is not None and last >= self._arrived and len(positions) <= last - first
+        are_few = last >= self._arrived and len(positions) <= last - first
+        # Nor is what would be read once more in any case.
+        are_few = self._skip_to is not None and (are_few or not self._cuttable)
         if not are_few:
             self._pass_over(first)
             self._read_until(last + 1, 1)
@@ -246,13 +253,27 @@ class _PieceWindow:
         return self.pieces.samples([self.start + position for position in positions])
 
 
+def reads_together(dataset: Any) -> bool:
+    """Return whether a dataset has a ``__getitems__`` of its own, behind the subsets of PyTorch, which pass it on."""
+    own = getattr(type(dataset), "__getitems__", None)
+    if own in (Subset.__getitems__, StackDataset.__getitems__):
+        within = dataset.dataset if isinstance(dataset, Subset) else dataset.datasets
+        parts = within.values() if isinstance(within, dict) else within if isinstance(within, tuple) else [within]
+        return any(map(reads_together, parts))
+    return callable(getattr(dataset, "__getitems__", None))
+
+
 class SampleReader:
     """Reads and collates samples, each under a seed of its own, in this process or in a worker."""
 
     def __init__(self, dataset: Any, collate: Collate, seed: int) -> None:
         self.dataset = dataset
+        self.reads_together = reads_together(dataset)
+        """Whether what a sample is may depend on those that are read with it."""
+        self._is_default = collate is default_collate
         self._collate = collate_of(collate, dataset)
         self._seed = seed
+        self._last: list[Any] = []  # of the samples that made a batch, where there is no dataset to ask for others
 
     def __getitems__(self, keys: Sequence[tuple[int, int, Any]]) -> list[Item]:
         """Read the samples of (epoch, position, index) keys.
@@ -260,16 +281,19 @@ class SampleReader:
         The name is the one by which a worker of a DataLoader calls it.
         """
         # A seed for each sample, so that its augmentation depends neither on those read before it nor on who reads it.
+        # A dataset that reads several together draws for all of them, under the seed of the first.
         items: list[Item] = []
         try:
-            for epoch, position, index in keys:
-                seed_host(mix(self._seed, epoch, position))
-                items.append((epoch, position, self.dataset[index]))
+            if self.reads_together:
+                return self._together(keys)
+            for key in keys:
+                items.append(self._read(key))
             return items
         except Exception as error:
             if not _is_of_host(error):
-                with suppress(Exception):  # a class of the user's may let nothing be noted
-                    error.add_note(f"It was raised for sample {keys[len(items)][2]!r}.")
+                if not self.reads_together:
+                    with suppress(Exception):  # a class of the user's may let nothing be noted
+                        error.add_note(f"It was raised for sample {keys[len(items)][2]!r}.")
                 raise
             key, ran_out = keys[len(items)], without_frames(error)
         # Those before it may have left too little memory for it, and then fewer of them will do. What cannot be read
@@ -280,7 +304,23 @@ class SampleReader:
             return [item]
         raise ran_out
 
+    def _together(self, keys: Sequence[tuple[int, int, Any]]) -> list[Item]:
+        """Read the samples of some keys at once, as the dataset wants them to be read."""
+        if not keys:
+            return []
+        seed_host(mix(self._seed, *keys[0][:2]))
+        samples = list(self.dataset.__getitems__([index for _, _, index in keys]))
+        if len(samples) != len(keys):
+            kind = type(self.dataset).__name__
+            raise DataError(
+                f"data: {kind}.__getitems__ returned {len(samples)} samples for {len(keys)} indices. Let it return one "
+                f"for each."
+            )
+        return [(epoch, position, sample) for (epoch, position, _), sample in zip(keys, samples, strict=True)]
+
     def _read(self, key: tuple[int, int, Any]) -> Item:
+        if self.reads_together:
+            return self._together([key])[0]
         epoch, position, index = key
         seed_host(mix(self._seed, epoch, position))
         return epoch, position, self.dataset[index]
@@ -315,14 +355,60 @@ class SampleReader:
             ) from error
 
     def _collated(self, items: list[Item]) -> Any:
+        # Which draws nothing, and takes no parts out of samples.
+        if self._is_default:
+            return self._collate([sample for _, _, sample in items])
         epoch, position, _ = items[0]
         # Which sets it apart from the seed under which that item was read.
         seed_host(mix(self._seed, epoch, position, collation.get()))
-        samples = []
-        for _, _, sample in items:
-            # Samples are collated again when a window is replayed, and a collate_fn may take parts out of them.
-            samples.append(copy(sample) if isinstance(sample, MutableMapping | list) else sample)
-        return self._collate(samples)
+        samples = [sample for _, _, sample in items]
+        try:
+            batch = self._by_user(samples)
+        except Exception as error:
+            if is_out_of_memory(error) or isinstance(error, AutoaccumError):
+                raise
+            if (batch := batch_of_none(self._by_user, samples, self._others())) is None:
+                raise
+        else:
+            if batch is None:
+                return batch_of_none(self._by_user, samples, self._others())
+            self._last = samples if self.dataset is None else []
+        return batch
+
+    def _by_user(self, samples: list[Any]) -> Any:
+        # Samples are collated again when a window is replayed, and a collate_fn may take parts out of them.
+        return self._collate([copy(one) if isinstance(one, MutableMapping | list) else one for one in samples])
+
+    def _others(self) -> Iterator[Any]:
+        """Read a few samples, evenly spread over the dataset; without one return those that were collated last."""
+        if self.dataset is None:
+            yield from self._last
+            return
+        count = len(self.dataset)
+        for index in range(0, count, -(-count // PEEK)):
+            yield self.dataset[index]
+
+
+def batch_of_none(collate: Callable[[list[Any]], Any], samples: list[Any], others: Iterable[Any]) -> Any:
+    """Return a batch of no samples where a collate_fn leaves out all of some samples; None where it does not.
+
+    Args:
+        collate: makes no batch of these samples, as where it calls default_collate with those that are not None.
+        samples: those of a micro-batch.
+        others: further samples of the data, of which one that it makes a batch of tells what a batch is.
+    """
+    with suppress(Exception):  # what it fails for besides it will fail for again, and what was raised first is told
+        for other in others:
+            with suppress(Exception):
+                if (batch := collate([other])) is None:
+                    continue
+                # What is left out adds nothing to a batch.
+                if batches.sizes_of(collate([*samples, other])) != batches.sizes_of(batch):
+                    return None
+                are_samples = holds_samples(batch, known=1)
+                is_leaf = is_leaf_of(columns(batch, is_said=True)) if are_samples else batches.is_leaf
+                return batches.take(batch, 0, 0, is_leaf)
+    return None
 
 
 def _is_of_host(error: Exception) -> bool:

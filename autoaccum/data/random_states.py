@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from autoaccum._kinds import a, below, entries, every, number, optional, parts, refuse, shown, whole
-from autoaccum.data.randomness import WORDS, is_of_its_kind
+from autoaccum.data.randomness import WORDS, bits_of, generator_state, is_of_its_kind, set_generator_state
 
 
 def check_random_states(state: Any, device: torch.device, entry: str) -> None:
@@ -74,19 +74,45 @@ def _check_numpy(value: Any, entry: str) -> None:
         if value[0] != present[0]:
             refuse(f"{entry}[0]", f"is {shown(value[0])}, not {present[0]!r}")
         return
+    _check_bits(np.random.RandomState(generator()), value, entry)
+
+
+def check_generator(generator: Any, value: Any, entry: str) -> None:
+    """Check a state before it is put back into a generator of the data's: PyTorch's, NumPy's or Python's.
+
+    Raises:
+        CheckpointCorruptError: it is none that the generator can have.
+    """
+    if isinstance(generator, random.Random):
+        _check_python(value, entry)
+    elif not isinstance(generator, torch.Generator):
+        _check_bits(type(generator)(bits_of(generator)()), value, entry)
+    elif generator.device.type == "cpu":
+        _check_torch(value, entry)
+    else:
+        _check_bytes(value, entry)
+        try:
+            torch.Generator(generator.device).set_state(value)
+        except RuntimeError as error:
+            refuse(entry, f"is none of this generator ({error})")
+
+
+def _check_bits(tried: Any, value: Any, entry: str) -> None:
+    """Check a state of a generator of NumPy's, on one of nobody."""
+    name_of_bits = bits_of(tried).__name__
+    a(dict)(value, entry)
     # Positions are taken as they are and read at: behind its words there is memory of others.
     state = value.get("state") if isinstance(value.get("state"), dict) else {}
     for of, name, words in ((value, "buffer_pos", "buffer"), (state, "pos", "key")):
         if name in of:
             whole(0, np.size(of.get(words, ())))(of[name], below(entry, name))
-    tried = np.random.RandomState(generator())
     try:
-        tried.set_state(value)
-        is_sound = repr(tried.get_state(legacy=False)) == repr(value)
+        set_generator_state(tried, value)
+        is_sound = repr(generator_state(tried)) == repr(value)
     except (KeyError, TypeError, ValueError, OverflowError) as error:
-        refuse(entry, f"is none of {generator.__name__} ({error!r})")
+        refuse(entry, f"is none of {name_of_bits} ({error!r})")
     if not is_sound:
-        refuse(entry, f"is none of {generator.__name__}")
+        refuse(entry, f"is none of {name_of_bits}")
 
 
 def _check_key(value: Any, entry: str) -> None:

@@ -7,7 +7,7 @@ import functools
 import pickle
 import random
 import struct
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any, cast
@@ -112,6 +112,8 @@ def generator_state(generator: Any) -> Any:
     """Return the state of a generator of PyTorch's, NumPy's or Python's."""
     if isinstance(generator, np.random.Generator):
         return generator.bit_generator.state
+    if isinstance(generator, np.random.RandomState):
+        return generator.get_state(legacy=False)
     return generator.getstate() if isinstance(generator, random.Random) else generator.get_state()
 
 
@@ -135,6 +137,20 @@ def set_generator_state(generator: Any, state: Any) -> None:
         generator.setstate(state)
     else:
         generator.set_state(state)
+
+
+def seeded_state(generator: Any, seed: int) -> Any:
+    """Return the state of such a generator that is seeded; it keeps its own."""
+    if isinstance(generator, torch.Generator):
+        return torch.Generator(generator.device).manual_seed(seed & 0x7FFFFFFFFFFFFFFF).get_state()
+    if isinstance(generator, random.Random):
+        return random.Random(seed).getstate()
+    return bits_of(generator)(seed).state
+
+
+def bits_of(generator: np.random.Generator | np.random.RandomState) -> Any:
+    """Return the class by which a generator of NumPy's draws bits."""
+    return type(getattr(generator, "bit_generator", None) or generator._bit_generator)  # type: ignore[union-attr]
 
 
 def state_dict(device: torch.device) -> dict[str, Any]:
@@ -237,17 +253,38 @@ def preserved_randomness() -> Iterator[None]:
 class IsolatedRandomness:
     """Random states of their own for the data, so that reading it neither disturbs training nor depends on it."""
 
-    def __init__(self, seed: int) -> None:
+    def __init__(self, seed: int, generators: Sequence[Any] = (), own: Sequence[Any] | None = None) -> None:
+        """Set up.
+
+        Args:
+            seed: of the global generators of the host.
+            generators: further ones, which the data holds.
+            own: states that these begin in; those that they have where it is None.
+        """
+        self._generators = generators
+        self.own = [generator_state(generator) for generator in generators] if own is None else own
+        """States of the further ones."""
+        self.seed(seed)
+
+    def seed(self, seed: int) -> None:
+        """Seed the global generators within; the further ones go on."""
         with preserved_randomness():
             seed_host(seed)
             self._state = get_state()
 
     @contextmanager
     def __call__(self) -> Iterator[None]:
-        """Let the global generators continue, within it, from where this object's own left off."""
+        """Let all of them continue, within it, from where this object's own left off."""
+        outside = [generator_state(generator) for generator in self._generators]
         with preserved_randomness():
             set_state(self._state)
+            self._put(self.own)
             try:
                 yield
             finally:
-                self._state = get_state()
+                self._state, self.own = get_state(), [generator_state(generator) for generator in self._generators]
+                self._put(outside)
+
+    def _put(self, states: Sequence[Any]) -> None:
+        for generator, state in zip(self._generators, states, strict=True):
+            set_generator_state(generator, state)

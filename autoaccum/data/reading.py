@@ -40,7 +40,7 @@ def columns(batch: Any, *, is_said: bool, unpacked: int = 0) -> list[Any]:
 
     def walk(node: Any, depth: int, is_argument: bool) -> None:
         """Look through a node; ``is_argument`` tells that its entries are arguments if it is a list."""
-        if isinstance(node, Mapping):
+        if isinstance(node, Mapping) and not objects.has_samples(node):
             for entry in node.values():
                 walk(entry, depth + 1, False)
         elif not isinstance(node, list | tuple) or not node or objects.is_packed(node):

@@ -19,10 +19,12 @@ from torch.utils.data import (
 
 from autoaccum._checks import no_class
 from autoaccum._units import shown
-from autoaccum.data import foreign, lists, objects
+from autoaccum.data import foreign, graphs, lists, objects
+from autoaccum.data.arrays import opened
 from autoaccum.data.base import Collate, Source
 from autoaccum.data.datasets import DatasetSource
 from autoaccum.data.dims import AtDim
+from autoaccum.data.lazy import LazyRows, has_lazy
 from autoaccum.data.orders import Order, count_in_batches
 from autoaccum.data.splits import Automatic, is_said
 from autoaccum.data.streams import StreamSource
@@ -66,7 +68,15 @@ def open_source(
         RaggedBatchError: its tensors disagree on dim 0.
     """
     no_class(argument, data, _ACCEPTED)
+    data = opened(data)
     foreign.refuse(argument, data)
+    if has_lazy(data):
+        if is_said(split):
+            raise DataError(
+                f"{argument}: split= and batch_dim= are for what is in memory, and an array in a file is read by rows. "
+                f"Pass what is in it, array[:], or leave them out."
+            )
+        data = LazyRows(data, argument)
     if isinstance(data, DataLoader):
         for name, value in (("collate_fn", collate_fn), ("num_workers", num_workers)):
             if value:
@@ -76,13 +86,23 @@ def open_source(
     # An IterableDataset is a Dataset too, by PyTorch's classes, without indices: it comes first.
     if isinstance(data, IterableDataset):
         stream: Any = DataLoader(data, batch_size=None, num_workers=num_workers) if num_workers else data
-        return StreamSource(stream, collate=collate_fn or default_collate, seed=seed, device=device, argument=argument)
+        # Of one that nobody says a collate_fn for, what it yields tells whether it makes batches itself.
+        return StreamSource(
+            stream,
+            collate=collate_fn or default_collate,
+            is_told=collate_fn is not None,
+            seed=seed,
+            device=device,
+            argument=argument,
+            split=split,
+        )
     # Tensors with a row for each sample, though a tuple and a mapping have indices and a length as a dataset has.
-    if isinstance(data, torch.Tensor | tuple | Mapping):
+    if isinstance(data, torch.Tensor | tuple | Mapping) or objects.is_collection(data):
         if collate_fn is not None:
             cure = "Tensors are batches already; wrap them in a Dataset to have a collate_fn called on their samples."
             raise ConflictingArgumentsError("collate_fn", collate_fn, f"tensors as {argument}", cure)
-        if not isinstance(data, torch.Tensor) and not len(data):
+        # By its names: a TensorDict has the length of its rows.
+        if not isinstance(data, torch.Tensor) and not (data if isinstance(data, tuple) else data.keys()):
             raise EmptyDatasetError(argument, f"it is an empty {type(data).__name__}.")
         if is_said(split) and not isinstance(split, AtDim):  # of what is no rows, one batch that is cut in its order
             return StreamSource([data], collate=None, seed=seed, device=device, argument=argument, split=split)
@@ -90,7 +110,7 @@ def open_source(
         split = Automatic() if split is None else split
         order = _plain_order(split.count(data, argument), seed, shuffle, argument)
         return TensorSource(data, order=order, device=device, split=split)
-    if is_said(split) and objects.is_graphs(data):  # it has indices and a length as a dataset has, or likes another
+    if is_said(split) and graphs.is_graphs(data):  # it has indices and a length as a dataset has, or likes another
         return StreamSource([data], collate=None, seed=seed, device=device, argument=argument, split=split)
     if isinstance(data, list) and not data:
         raise EmptyDatasetError(argument, "it is an empty list.")
@@ -125,7 +145,9 @@ def _open_loader(
 ) -> Source:
     """Open a DataLoader: its parts, where windows can be cut from the samples of its dataset, else what it yields."""
     # A stream, or without a batch_sampler a dataset whose samples are batches already: what it yields is cut.
-    if isinstance(loader.dataset, IterableDataset) or loader.batch_sampler is None:
+    # So is that of a subclass which iterates in its own way: it may filter, repeat or fetch what its dataset has not.
+    is_own = any(getattr(type(loader), name) is not getattr(DataLoader, name) for name in ("__iter__", "_get_iterator"))
+    if is_own or isinstance(loader.dataset, IterableDataset) or loader.batch_sampler is None:
         return StreamSource(loader, collate=None, seed=seed, device=device, argument=argument, split=split)
     # A sampler without a length may never end, and cannot be drawn for a whole epoch in advance. Nor can one whose
     # batches hold too many samples to be counted by drawing them.
@@ -168,7 +190,8 @@ def _is_dataset(data: object) -> bool:
 
     A list is not: it may be one of batches.
     """
-    return hasattr(data, "__getitem__") and hasattr(data, "__len__") and not isinstance(data, list | str | bytes)
+    has_indices = hasattr(data, "__getitem__") or hasattr(data, "__getitems__")
+    return has_indices and hasattr(data, "__len__") and not isinstance(data, list | str | bytes)
 
 
 def _open_dataset(
@@ -178,7 +201,32 @@ def _open_dataset(
     # type(), not isinstance: a subclass may have its own __getitem__.
     if type(dataset) is TensorDataset and collate is default_collate and not num_workers:
         return TensorSource(tuple(dataset.tensors), order=order, device=device)
+    if objects.is_collection(dataset):  # of which a collate_fn gets rows, and not a list of samples
+        dataset, collate = _CollectionRows(dataset), _JoinedRows(collate)
     return DatasetSource(dataset, order=order, collate=collate, device=device, num_workers=num_workers, **options)
+
+
+class _CollectionRows:
+    """The rows of a TensorDict, or the like, each as one of one row."""
+
+    def __init__(self, collection: Any) -> None:
+        self._collection = collection
+
+    def __len__(self) -> int:
+        return objects.count(self._collection)
+
+    def __getitem__(self, index: int) -> Any:
+        return objects.cut(self._collection, index, index + 1)
+
+
+class _JoinedRows:
+    """A collate_fn that calls another one with the rows as one object, as a DataLoader does."""
+
+    def __init__(self, collate: Collate) -> None:
+        self._collate = collate
+
+    def __call__(self, samples: list[Any]) -> Any:
+        return self._collate(objects.join(samples))
 
 
 def _length(dataset: Any, argument: str) -> int:

@@ -13,6 +13,7 @@ from autoaccum._units import shown
 from autoaccum.data import batches, objects
 from autoaccum.data.dims import AtDim, Dims, check_dims, hint_of
 from autoaccum.data.flattened import Flattened
+from autoaccum.data.graphs import is_graphs
 from autoaccum.data.joins import Joining
 from autoaccum.data.reading import columns, holds_samples, is_leaf_of, unpacked_levels
 from autoaccum.errors import ArgumentError, ConflictingArgumentsError, DataError, RaggedBatchError
@@ -85,7 +86,7 @@ class _Lists(_Rows):
 
 # By its own protocol, or as an object that moves itself to a device: a single graph has nothing else to know it by.
 def _is_graph(entry: object) -> bool:
-    return objects.is_graphs(entry) or (not isinstance(entry, torch.Tensor) and objects.can_move(entry))
+    return is_graphs(entry) or (not isinstance(entry, torch.Tensor) and objects.can_move(entry))
 
 
 tensors = _Rows("tensors")

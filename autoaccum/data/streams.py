@@ -2,26 +2,36 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from itertools import islice
+import inspect
+from collections import deque
+from collections.abc import Iterable, Iterator
+from contextlib import suppress
+from copy import deepcopy
+from itertools import chain, islice
 from typing import Any
 
 import torch
 from torch.utils.data import DataLoader, default_collate
 
+from autoaccum._kinds import below
 from autoaccum.data import batches, lists
 from autoaccum.data.arrays import converted
-from autoaccum.data.base import Collate, NextPiece, PlanAt, Reader
+from autoaccum.data.base import Collate, PlanAt, Reader
 from autoaccum.data.collating import collate_of
 from autoaccum.data.contents import digest_of
+from autoaccum.data.digests import SAVED, Rolling, is_read, refuse_others
 from autoaccum.data.dims import AtDim
 from autoaccum.data.grouped import GroupedSamples
 from autoaccum.data.lengths import PEEK, BatchLengths, Padding, repeat_longest
+from autoaccum.data.parts import generators_of, set_epoch
 from autoaccum.data.pieces import Pieces, SampleReader, batches_form, items_form, with_preserved_randomness
+from autoaccum.data.random_states import check_generator
 from autoaccum.data.randomness import IsolatedRandomness, mix
 from autoaccum.data.splits import Automatic, is_said
 from autoaccum.errors import DataError, EmptyDatasetError
 from autoaccum.memory.oom import is_out_of_memory
+
+State = dict[str, Any]
 
 
 class StreamSource:
@@ -38,6 +48,7 @@ class StreamSource:
         device: torch.device,
         argument: str = "data",
         split: Any = None,
+        is_told: bool = True,
     ) -> None:
         """Set up.
 
@@ -48,13 +59,25 @@ class StreamSource:
             device: where micro-batches go.
             argument: what errors call the stream.
             split: what cuts and joins the batches; as they are read where it is None.
+            is_told: whether ``collate`` tells what it yields; else ``collate`` is for samples, and what comes first
+                tells whether it yields these.
         """
-        self._argument = argument
-        self._stream = stream
-        self._seed = seed
+        self._is_told = is_told
+        self.argument = argument
+        self.stream: Any = stream
+        self.seed = seed
+        # Whoever can be put where it was need not be read again. A module has a state of another kind.
+        names = ("state_dict", "load_state_dict")
+        has_state = all(callable(getattr(stream, name, None)) for name in names)
+        self.is_stateful = has_state and _can_be_called(getattr(stream, names[0]))
+        self.generators = generators_of(stream)
+        """Those that the stream draws from beside the global ones, as far as it is seen from here."""
+        self._newest: _Pass | None = None
+        self._saved: State | None = None
+        self._carried: list[Any] | None = None  # the states of generators after the epoch before
         self._device = device
         self._length_of_batch = BatchLengths()
-        self._of_samples = collate is not None
+        self.yields_samples = collate is not None
         # A DataLoader makes tensors of arrays itself; its collate_fn, or who says how batches are cut, may want arrays.
         self._converts = not (isinstance(stream, DataLoader) or is_said(split))
         # One for all passes, for what the first batch has shown of its form holds for those of the next epoch.
@@ -69,7 +92,7 @@ class StreamSource:
 
     def description(self) -> dict[str, Any]:
         """Return its class, and how many workers share it: another number of them yields it in another order."""
-        stream: Any = self._stream
+        stream = self.stream
         workers = getattr(stream, "num_workers", 0)
         if hasattr(stream, "dataset") and hasattr(stream, "sampler"):  # a DataLoader, or what is made of one
             stream = stream.dataset
@@ -78,7 +101,7 @@ class StreamSource:
 
     def content(self) -> str | None:
         """Return a digest of the first, the last and a few more batches of a list of them."""
-        stream = self._stream
+        stream = self.stream
         if type(stream) is not list or not stream:
             return None
         count = min(len(stream), PEEK)
@@ -88,78 +111,134 @@ class StreamSource:
     def read(self, epoch: int, plan_at: PlanAt, passed: Iterable[int] = ()) -> Reader:
         """Begin a pass over what the stream yields; the stream draws from random states of its own.
 
-        What was passed is read again, for nothing else leads to what follows.
+        What was passed is read again, unless the stream can be put where it was: nothing else leads to what follows.
+
+        Raises:
+            DataError: an earlier process was given other samples there.
         """
-        # As a loop by hand would before each epoch; of a DataLoader it is the dataset or the sampler that shuffles.
-        for part in ("dataset", "sampler"):
-            _set_epoch(getattr(self._stream, part, None), epoch)
-        _set_epoch(self._stream, epoch)
+        saved, self._saved = self._saved, None
+        if saved is not None and saved["epoch"] != epoch:
+            self._read_end(saved)
+            saved = None
+        if self._newest is not None:
+            self._carried = self._newest.own
+        begun = self._newest = self._pass(epoch, saved)
+        start = begun.start
         if self._collate is not None:
             padding = Padding(self._collate)  # of this pass, so that it does not depend on where a run begins
             reader: Reader = GroupedSamples(
-                self._read_stream(epoch), collate=self._collate, padding=padding, device=self._device
+                begun.next_piece, collate=self._collate, padding=padding, device=self._device, start=start
             )
-            return _skip(reader, passed)
-        length_of_batch = None if self._of_samples else self._length_of
-        reader = Pieces(self._read_stream(epoch), form=self._form, device=self._device, length_of_batch=length_of_batch)
-        return _skip(reader, passed)
+        else:
+            reader = Pieces(
+                begun.next_piece,
+                form=self._form,
+                device=self._device,
+                length_of_batch=None if self.yields_samples else self._length_of,
+                start=start,
+            )
+        for num_samples in (sum(passed) - start,) if start else passed:
+            if num_samples:
+                reader.window(num_samples)
+        if saved is not None and not start:
+            self._compare(begun, saved)
+        return reader
+
+    def _read_end(self, saved: State) -> None:
+        """See that an epoch that has ended is the one that was trained on: by its last samples, or its first."""
+        if not hasattr(self.stream, "__next__"):  # which would be read once and for all
+            begun = self._pass(saved["epoch"], saved)
+            if begun.start:  # a stream that was put there goes on with the next epoch once this one has ended
+                begun.skip()
+            else:  # by its first samples alone, for all of it would have to be read again
+                self._compare(begun, saved | saved["first"])
+        self._carried = self._states_of(saved, "carried")
+
+    def _compare(self, begun: _Pass, saved: State) -> None:
+        if not begun.leads_to(saved):
+            refuse_others(self.description()["stream"], saved["epoch"], saved["position"])
+
+    def _pass(self, epoch: int, saved: State | None = None) -> _Pass:
+        """Begin to iterate, where an earlier process has left it if that can be done at once."""
+        # As a loop by hand would before each epoch; of a DataLoader it is the dataset or the sampler that shuffles.
+        parts = (getattr(self.stream, name, None) for name in ("dataset", "sampler", "batch_sampler"))
+        set_epoch(epoch, *parts, self.stream)
+        own = None if saved is None else self._states_of(saved, "generators")
+        if own is None and epoch:
+            own = self._carried
+        if not self._is_told and saved is not None and "batches" in saved:
+            self._settle(saved["batches"])
+        if saved is not None and "state" in saved and self.is_stateful:
+            # What its state does not lead to, such as what was in a buffer to shuffle by, is read again.
+            fresh = self.stream.state_dict()
+            found = _Pass(self, epoch, saved, own)
+            if found.leads_to(saved):
+                return found
+            self.stream.load_state_dict(fresh)
+        begun = _Pass(self, epoch, None, own)
+        if not self._is_told and (first := begun.look()) is not None:
+            self._settle(lists.are_batches(first, self.stream, self.argument))
+        return begun
+
+    def _settle(self, yields_batches: bool) -> None:
+        """Take what the stream yields for batches, or for the samples that it was taken for."""
+        self._is_told = True
+        if yields_batches:
+            self.yields_samples, self._collate, self._form = False, None, batches_form(self._split)
+
+    def _states_of(self, saved: State, name: str) -> list[Any] | None:
+        """Return the states of generators that were saved, where they are of as many as the stream has."""
+        states = saved.get(name)
+        return states if states is not None and len(states) == len(self.generators) else None
+
+    def state_dict(self) -> State | None:
+        """Return where the newest pass stands, and what it has come from."""
+        return self._saved if self._newest is None else self._newest.state_dict()
+
+    def check(self, state: Any, entry: str) -> None:
+        """Check what ``state_dict`` has returned; what the stream has returned itself is its own to check."""
+        SAVED(state, entry)
+        for name in ("generators", "carried"):
+            for place, one in enumerate(self._states_of(state, name) or ()):
+                check_generator(self.generators[place], one, f"{below(entry, name)}[{place}]")
+
+    def load_state_dict(self, state: State) -> None:
+        """Let the next pass begin there."""
+        self._newest, self._saved = None, state
 
     def _length_of(self, batch: Any, num_samples: int) -> int | None:
         return self._length_of_batch(batch, num_samples, self._split)
 
-    def _read_stream(self, epoch: int) -> NextPiece:
-        """Begin to iterate; return what yields as many samples as it is asked for, or one batch."""
-        # The stream draws from states of its own, whose place in between pieces is kept: so it yields the same
-        # whatever training draws, and training the same whatever the stream does.
-        isolated = IsolatedRandomness(mix(self._seed, epoch))
-        with isolated():
-            iterator = iter(self._stream)
-        position = 0
-
-        def next_piece(wished: int) -> tuple[int, Any]:
-            nonlocal position
-            # An iterator that has failed yields no more, as generators do: unlike a dataset it is not asked again.
-            try:
-                with isolated():
-                    if not self._of_samples:
-                        batch = next(iterator)
-                        if self._converts:
-                            if not position:
-                                lists.refuse_sample(batch, self._argument)
-                            batch = converted(batch)
-                        position += 1
-                        return self._split.count(batch, self._argument), batch
-                    items = [(epoch, position + i, sample) for i, sample in enumerate(islice(iterator, wished))]
-            except Exception as error:
-                if is_out_of_memory(error):  # not to be taken for a micro-batch that does not fit
-                    raise DataError(
-                        f"{self._argument}: iterating over it ran out of memory ({error}); it cannot go on."
-                    ) from error
-                raise
-            if not items:
-                raise StopIteration
-            position += len(items)
+    def piece(self, iterator: Iterator[Any], epoch: int, position: int, wished: int) -> tuple[int, Any]:
+        """Return as many samples as wished for, or one batch, with their number; 0 where the samples have ended."""
+        if self.yields_samples:
+            items = [(epoch, position + i, sample) for i, sample in enumerate(islice(iterator, wished))]
             return len(items), items
-
-        return next_piece
+        batch = next(iterator)
+        if self._converts:
+            if not position:
+                lists.refuse_sample(batch, self.argument)
+            batch = converted(batch)
+        return self._split.count(batch, self.argument), batch
 
     def example(self, num_samples: int) -> Any:
         """Return the first batch or sample of a pass of its own, repeated.
 
         With a collate_fn it is the longest of the first few samples.
         """
-        if hasattr(self._stream, "__next__"):
+        if hasattr(self.stream, "__next__"):
             raise DataError(
-                f"{self._argument}: an iterator can be read only once, and looking at it would take samples from "
+                f"{self.argument}: an iterator can be read only once, and looking at it would take samples from "
                 f"training. Pass something that can be iterated again: a Dataset, a DataLoader, a list of batches."
             )
-        next_piece = self._read_stream(0)
+        # The generators that it holds have their own states again afterwards: nothing of training is drawn here.
+        begun = self._pass(0)
         try:
-            size, piece = next_piece(1 if self._collate is None else PEEK)
+            size, piece = begun.next_piece(1 if self._collate is None else PEEK)
         except StopIteration:
-            raise EmptyDatasetError(self._argument, "iterating over it yields nothing.") from None
+            raise EmptyDatasetError(self.argument, "iterating over it yields nothing.") from None
         if not size:
-            raise EmptyDatasetError(self._argument, "its first batch has no rows.")
+            raise EmptyDatasetError(self.argument, "its first batch has no rows.")
         if self._collate is None:
             # Cut, and then joined: what is cut of a batch need not be of the batch's own form.
             # Whole ones first, and then what is left to reach the number.
@@ -179,13 +258,116 @@ class StreamSource:
         return None
 
 
-def _skip(reader: Reader, passed: Iterable[int]) -> Reader:
-    """Take the windows of those sizes from a reader, and give it back."""
-    for num_samples in passed:
-        reader.window(num_samples)
-    return reader
+def _can_be_called(function: Any) -> bool:
+    """Return whether a function needs no argument, as of a dataset whose loader has to tell it what was read."""
+    try:
+        inspect.signature(function).bind()
+    except (TypeError, ValueError):
+        return False
+    return True
 
 
-def _set_epoch(part: Any, epoch: int) -> None:
-    if hasattr(part, "set_epoch"):
-        part.set_epoch(epoch)
+class _Pass:
+    """One iteration over a stream: it yields pieces, and knows where it stands."""
+
+    def __init__(self, source: StreamSource, epoch: int, saved: State | None, own: list[Any] | None) -> None:
+        """Begin to iterate.
+
+        Args:
+            source: of the stream.
+            epoch: of the pass.
+            saved: where an earlier process stood in this epoch, for a stream that can be put there.
+            own: states of the generators that the stream holds, in which the epoch begins; as they are where it is
+                None.
+        """
+        self._source = source
+        self._epoch = epoch
+        self.start = self.position = 0
+        self.digest = Rolling()
+        # The stream draws from states of its own, whose place in between pieces is kept: so it yields the same
+        # whatever training draws, and training the same whatever the stream does.
+        self._isolated = IsolatedRandomness(mix(source.seed, epoch), source.generators, own)
+        self._begun_with = self.own
+        self._ahead: deque[tuple[int, Any]] = deque()  # pieces that were read to be compared
+        self._first: State = {} if saved is None else saved["first"]  # where the first piece ends
+        self._before: State = {}  # the newest piece, and where it begins
+        stream = source.stream
+        with self._isolated():
+            if saved is not None:
+                stream.load_state_dict(saved["state"])
+                self.start = self.position = saved["start"]
+                self.digest = Rolling(saved["before"])
+            self._iterator: Iterator[Any] = iter(stream)
+
+    def look(self) -> Any:
+        """Return what comes first, which stays there; None where nothing comes."""
+        with self._isolated():
+            first = next(self._iterator, None)
+        if first is not None:
+            self._iterator = chain([first], self._iterator)
+        return first
+
+    @property
+    def own(self) -> list[Any]:
+        """Return the states that the generators of the stream have come to."""
+        return list(self._isolated.own)
+
+    def leads_to(self, saved: State) -> bool:
+        """Return whether what comes next is what an earlier process was given up to the place that it has saved."""
+        with suppress(StopIteration):
+            while self.position < saved["position"]:
+                self._ahead.append(self._read(saved["position"] - self.position))
+        return (self.position, self.digest.value) == (saved["position"], saved["digest"])
+
+    def skip(self) -> None:
+        """Read what is left."""
+        with suppress(StopIteration):
+            while True:
+                self._read(1)
+
+    def next_piece(self, wished: int) -> tuple[int, Any]:
+        """Return the next samples, as a ``NextPiece``."""
+        return self._ahead.popleft() if self._ahead else self._read(wished)
+
+    def _read(self, wished: int) -> tuple[int, Any]:
+        source, before = self._source, {}
+        # An iterator that has failed yields no more, as generators do: unlike a dataset it is not asked again.
+        try:
+            if source.is_stateful and self.position:
+                # Saved is the place before the newest piece, which is read again and compared: so it shows whether
+                # the state leads there, and a batch may lie in two windows, or end the epoch.
+                state = deepcopy(source.stream.state_dict())
+                before = {"start": self.position, "before": self.digest.value, "state": state}
+                # What is drawn then follows from the place, however the stream came to it.
+                self._isolated.seed(mix(source.seed, self._epoch, self.position))
+            with self._isolated():
+                size, piece = source.piece(self._iterator, self._epoch, self.position, wished)
+        except Exception as error:
+            if is_out_of_memory(error):  # not to be taken for a micro-batch that does not fit
+                raise DataError(
+                    f"{source.argument}: iterating over it ran out of memory ({error}); it cannot go on."
+                ) from error
+            raise
+        if source.yields_samples and not size:
+            raise StopIteration
+        for position, sample in [(at, sample) for _, at, sample in piece] if source.yields_samples else [(0, piece)]:
+            if is_read(position):
+                self.digest.add(sample)
+        self.position += size
+        self._before = before
+        self._first = self._first or {"position": self.position, "digest": self.digest.value}
+        return size, piece
+
+    def state_dict(self) -> State:
+        """Return where it stands, and where its first piece has ended."""
+        reached = {"position": self.position, "digest": self.digest.value}
+        found = {
+            "epoch": self._epoch,
+            "batches": not self._source.yields_samples,
+            **reached,
+            "first": self._first or reached,
+            **self._before,
+        }
+        if self._source.generators:
+            found |= {"generators": self._begun_with, "carried": self.own}
+        return found

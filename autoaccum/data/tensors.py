@@ -15,8 +15,9 @@ from autoaccum.data import batches, objects
 from autoaccum.data.arrays import as_tensor
 from autoaccum.data.base import PlanAt, Reader, Window
 from autoaccum.data.contents import digest_of
+from autoaccum.data.digests import SAVED
 from autoaccum.data.dims import AtDim
-from autoaccum.data.orders import Order, Unlisted, reading
+from autoaccum.data.orders import Order, Unlisted
 from autoaccum.memory.oom import RanOut, attempt
 
 _HOST = torch.device("cpu")
@@ -47,7 +48,10 @@ class TensorSource:
         self._is_plain = (
             type(tensors) is tuple
             and len(leaves) == len(tensors)
-            and all(isinstance(leaf, torch.Tensor) and leaf.ndim for leaf in self._leaves)
+            and all(
+                isinstance(leaf, torch.Tensor) and leaf.ndim and not batches.has_attributes(leaf)
+                for leaf in self._leaves
+            )
             and not any(self._dims)
         )
         self._num_rows = batches.num_samples(tensors, is_leaf=is_leaf) if split is None else split.count(tensors)
@@ -93,7 +97,7 @@ class TensorSource:
 
     def content(self) -> str | None:
         """Return a digest of some megabytes of the tensors."""
-        return digest_of(self._leaves)
+        return digest_of([tensor for leaf in self._leaves for tensor in objects.tensors(leaf)])
 
     def read(self, epoch: int, plan_at: PlanAt, passed: Iterable[int] = ()) -> Reader:
         """Begin a pass over the rows; gathering is quick enough to prefetch nothing."""
@@ -107,7 +111,19 @@ class TensorSource:
                 placed = attempt(partial(found.to, place))
                 if not isinstance(placed, RanOut):
                     orders[place] = placed
-        return reading(found, start, lambda: _TensorReader(self, orders, start))
+        return self._order.reading(found, epoch, start, lambda: _TensorReader(self, orders, start))
+
+    def state_dict(self) -> dict[str, Any] | None:
+        """Return where the newest pass stands in its order."""
+        return self._order.state_dict()
+
+    def check(self, state: Any, entry: str) -> None:
+        """Check what ``state_dict`` has returned."""
+        SAVED(state, entry)
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Let the next pass compare its order with it."""
+        self._order.load_state_dict(state)
 
     def example(self, num_samples: int) -> Any:
         """Return the first rows, repeated."""
@@ -143,11 +159,7 @@ def _rows(leaf: Any, indices: Indices, dim: int | None = 0) -> Any:
     """Gather rows of a leaf, which lie in ``dim``, of a list too; return all of what has no rows."""
     if dim is None:
         return leaf
-    if isinstance(leaf, torch.Tensor):
-        return leaf.index_select(dim, _on(leaf.device, indices))
-    if objects.has_samples(leaf):
-        return objects.join([objects.cut(leaf, index, index + 1) for index in indices[_HOST].tolist()])
-    return type(leaf)([leaf[index] for index in indices[_HOST].tolist()])
+    return batches.pick(leaf, _on(leaf.device, indices) if isinstance(leaf, torch.Tensor) else indices[_HOST], dim)
 
 
 @dataclass(slots=True)

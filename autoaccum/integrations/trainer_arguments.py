@@ -111,7 +111,7 @@ def refuse(trainer: Any, step: Any) -> None:
         )
         cure += "the window; what it does to the loss, in compute_loss."
         raise ArgumentError("training_step", step.__qualname__, "the one of transformers, TRL or others", cure)
-    _refuse_batches(trainer)
+    _refuse_batches(trainer, step)
 
 
 def refuse_loop(trainer: Any, loader: Any) -> None:
@@ -142,14 +142,25 @@ def _is_stock(function: Any) -> bool:
     return str(function.__module__).split(".")[0] in _LIBRARIES
 
 
-def _refuse_batches(trainer: Any) -> None:
-    """Refuse trainers whose batches are not those that their loader yields, or cannot be cut by samples."""
+def makes_batches(step: Any) -> bool:
+    """Return whether a training_step generates what it trains on, as its code says."""
+    return any("generat" in name for name in inspect.unwrap(step).__code__.co_names)
+
+
+def _refuse_batches(trainer: Any, step: Any) -> None:
+    """Refuse trainers whose batches are not those that their loader yields, or cannot be cut by samples.
+
+    Args:
+        trainer: with all that it was given.
+        step: its training_step, which would not be called.
+    """
     if getattr(trainer, "padding_free", False) and "split" not in trainer.window_options:
         cure = "All samples of such a batch lie in one row: leave it out, with packing_strategy='wrapped' if packed."
         raise ArgumentError("padding_free", True, "False, or a split beside it", cure)
     # Those that generate while they train make their own batches of what they are given, some steps at a time.
-    if type(trainer)._prepare_inputs is not Trainer._prepare_inputs:
-        cure = "Trainers such as those of GRPO make their batches themselves; here a batch is what the loader yields."
+    if type(trainer)._prepare_inputs is not Trainer._prepare_inputs or makes_batches(step):
+        cure = "Trainers such as those of GRPO and GKD make their batches themselves; here a batch is what the loader "
+        cure += "yields."
         raise ArgumentError("trainer", type(trainer).__name__, "a trainer that leaves batches as they are", cure)
 
 

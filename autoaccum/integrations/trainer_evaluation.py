@@ -10,7 +10,15 @@ from transformers.trainer_pt_utils import nested_concat
 
 from autoaccum.integrations.evaluation_sizes import MEANS, SAME, smaller
 from autoaccum.integrations.trainer_batches import Layout
-from autoaccum.integrations.trainer_loss import EXTREMES, TOKENS_SEEN, Logged, logging_of, weight, with_margins
+from autoaccum.integrations.trainer_loss import (
+    EXTREMES,
+    TOKENS_SEEN,
+    Logged,
+    logging_of,
+    notes_of,
+    weight,
+    with_margins,
+)
 from autoaccum.memory.oom import RanOut, attempt
 from autoaccum.training.evaluating_joined import JoinedEvaluations
 from autoaccum.window.split_calls import Layout as Split
@@ -128,10 +136,10 @@ class Evaluation:
     def _log(self, means: dict[str, Any], logged: Logged) -> None:
         """Note metrics once for the whole batch."""
         for name, value in means.items():
-            self._trainer._metrics["eval"][name].append(value)
+            notes_of(self._trainer, "eval")["eval"][name].append(value)
         # How many words were trained on is no mean, and is not appended either.
         if TOKENS_SEEN in logged.found:
-            self._trainer._metrics["eval"][TOKENS_SEEN] = logged.found[TOKENS_SEEN]
+            notes_of(self._trainer, "eval")["eval"][TOKENS_SEEN] = logged.found[TOKENS_SEEN]
 
 
 def _mean(values: Sequence[Any], weights: Sequence[float]) -> Any:

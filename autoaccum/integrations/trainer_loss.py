@@ -72,7 +72,7 @@ def _as_it_is(found: Any, *_: Any, **__: Any) -> Any:
 
 
 class Logged:
-    """What a trainer of TRL has noted of a micro-batch in its ``_metrics``, taken out of them."""
+    """What a trainer of TRL has noted of a micro-batch, taken out of its notes."""
 
     def __init__(self) -> None:
         """Begin with nothing."""
@@ -97,19 +97,29 @@ class Logged:
         return means | rows | (counted if self.tokens else {})
 
 
+def notes_of(trainer: Any, mode: str) -> Any:
+    """Return where a trainer of TRL notes what it logs, by mode and name: two names are in use; None without such."""
+    for name in ("_metrics", "_stored_metrics"):
+        notes = getattr(trainer, name, None)
+        if isinstance(notes, dict) and (mode in notes or isinstance(notes, defaultdict)):
+            return notes
+    return None
+
+
 @contextmanager
 def logging_of(trainer: Any, mode: str) -> Iterator[Logged]:
     """Keep what a trainer notes within this apart; its own notes are found as they were."""
     # A window may be run again, and some samples of it are run to be measured: notes of these are none of training.
-    logged, metrics = Logged(), getattr(trainer, "_metrics", None)
-    if not isinstance(metrics, dict) or mode not in metrics:
+    logged, metrics = Logged(), notes_of(trainer, mode)
+    if metrics is None:
         yield logged
         return
     kept, tokens = metrics[mode], getattr(trainer, "_total_train_tokens", 0)
     metrics[mode] = defaultdict(list)
     try:
         yield logged
-        logged.found, logged.tokens = dict(metrics[mode]), getattr(trainer, "_total_train_tokens", 0) - tokens
+        logged.found = {name: list(map(float, values)) for name, values in metrics[mode].items()}
+        logged.tokens = getattr(trainer, "_total_train_tokens", 0) - tokens
     finally:
         metrics[mode] = kept
         if tokens or hasattr(trainer, "_total_train_tokens"):
@@ -150,8 +160,8 @@ def log_window(trainer: Any, outputs: Mapping[str, Any]) -> None:
     if calls:
         trainer.log(calls)
     outputs = {name: value for name, value in outputs.items() if not name.startswith(_CALL)}
-    metrics = getattr(trainer, "_metrics", None)
-    if not isinstance(metrics, dict) or not outputs:
+    metrics = notes_of(trainer, "train")
+    if metrics is None or not outputs:
         return
     if _TOKENS in outputs:
         trainer._total_train_tokens += round(float(outputs[_TOKENS].sum()))

@@ -12,7 +12,7 @@ import gc
 import re
 import traceback
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -223,7 +223,8 @@ def without_frames(error: E) -> E:
         met.add(id(link))
         # Cleared too, for another object may hold a frame, and a generator's is in reference cycles.
         traceback.clear_frames(link.__traceback__)
-        link.__traceback__ = None
+        with suppress(Exception):  # a class of the user's may let nothing be set
+            link.__traceback__ = None
         found += [link.__cause__, link.__context__]
     return error
 

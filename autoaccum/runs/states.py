@@ -3,6 +3,9 @@
 In the tree, ``null``, booleans, strings, lists, finite floats and ints below 2**63 stand for themselves, and everything
 else is ``{kind: content}``, a dict too. Types are restored exactly, or refused when the state is packed. A tensor comes
 back on the CPU and detached, one object for each that went in, its dimensions in the same order in memory.
+
+Three kinds name a class: a member of an enum, a named tuple, and a tensor that PyTorch can take apart by
+``__tensor_flatten__``. The class has to be there already: nothing is imported, and no constructor is called.
 """
 
 from __future__ import annotations
@@ -10,9 +13,12 @@ from __future__ import annotations
 import base64
 import json
 import math
-from collections import Counter, OrderedDict, defaultdict
+import sys
+from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from enum import Enum
+from operator import attrgetter
 from typing import Any
 
 import numpy as np
@@ -181,7 +187,7 @@ class _Packer:
         is_plain = name.isprintable() and name != "__metadata__"
         if is_distributed(value):
             return self._parted(value, parts.MODEL, name) if is_plain else self.tree(value, path)
-        if value.dtype not in CODES or not is_plain:
+        if value.dtype not in CODES or not is_plain or _is_composed(value):
             return self.tree(value, path)
         self.weights[name] = value.detach()
         return {"weight": name}
@@ -217,6 +223,12 @@ class _Packer:
             return {"device": str(value)}
         if isinstance(value, torch.Tensor):
             return self._tensor(value, path)
+        if kind is deque:
+            return {"deque": [value.maxlen, self._list(value, path)]}
+        if isinstance(value, Enum) and _is_found(kind) and kind.__members__.get(value.name) is value:
+            return {"enum": [*_name_of(kind), value.name]}
+        if isinstance(value, tuple) and hasattr(kind, "_fields") and _is_found(kind):
+            return {"named": [*_name_of(kind), self._list(value, path)]}
         # b, i, u, f, c: numbers. An array of objects could be told only by a pickle.
         if kind is np.ndarray and value.dtype.kind in "biufc":
             flat = torch.from_numpy(np.frombuffer(value.tobytes(), np.uint8).copy())
@@ -245,6 +257,9 @@ class _Packer:
                 # By where it is first met, which is the same on all ranks.
                 self._known[id(value)] = self._parted(value, parts.MOMENTS, path)
                 return self._known[id(value)]
+            if _is_composed(value):
+                self._known[id(value)] = self._composed(value, path)
+                return self._known[id(value)]
             # As it lies in memory: kernels may round otherwise where the strides of a moment and its gradient differ.
             order = sorted(range(value.dim()), key=lambda dim: -value.stride()[dim])
             lying = value.permute(order)
@@ -258,6 +273,14 @@ class _Packer:
         """Return the tree of a tensor that lies on several ranks."""
         self.parts.setdefault(folder, {})[name] = value
         return {"parted": [folder, name, CODES[value.dtype], list(value.shape)]}
+
+    def _composed(self, value: Any, path: str) -> Tree:
+        """Return the tree of a tensor that consists of others, such as a quantised one."""
+        names, context = value.__tensor_flatten__()
+        inner = [[name, self.tree(getattr(value, name), f"{path}.{name}")] for name in names]
+        described = [self.tree(context, path), list(value.shape), list(value.stride())]
+        # Numbered, so that two tensors of the same values are not taken for one.
+        return {"composed": [len(self._known), *_name_of(type(value)), inner, *described]}
 
     def _typed(self, value: torch.Tensor) -> Tree:
         """Return the tree of a tensor whose elements lie in order."""
@@ -275,7 +298,7 @@ class _Packer:
     def _check(self, value: torch.Tensor, path: str) -> None:
         # A subclass may mean something else by the same elements: a quantised tensor, a shard of one.
         kind = type(value)
-        if is_distributed(value) and parts.is_cut(value):
+        if (is_distributed(value) and parts.is_cut(value)) or _is_composed(value):
             return
         if kind not in (torch.Tensor, torch.nn.Parameter):
             raise CheckpointStateError(path, f"a tensor of type {kind.__module__}.{kind.__qualname__}")
@@ -348,6 +371,33 @@ class _Unpacker:
         values = defaultdict(_FACTORIES[factory], self._items(items, self.entry))
         return self._whole(values, len(items))  # type: ignore[no-any-return]
 
+    def _deque_value(self, content: list[Any]) -> deque[Any]:
+        most, items = content
+        return deque(self.value(_checked(items, list), self.entry), most)
+
+    def _enum_value(self, content: list[str]) -> Enum:
+        module, name, member = content
+        return _class_at(module, name, Enum).__members__[member]  # type: ignore[no-any-return]
+
+    def _named_value(self, content: list[Any]) -> Any:
+        module, name, items = content
+        kind = _class_at(module, name, tuple)
+        values = self.value(_checked(items, list), self.entry)
+        if len(values) != len(kind._fields):
+            raise ValueError(f"{len(values)} fields of {kind.__name__}")
+        return tuple.__new__(kind, values)
+
+    def _composed_value(self, content: list[Any]) -> torch.Tensor:
+        number, module, name, inner, context, shape, stride = content
+
+        def made() -> torch.Tensor:
+            kind = _class_at(module, name, torch.Tensor)
+            tensors = {key: _checked(self.value(tree, self.entry), torch.Tensor) for key, tree in inner}
+            size = torch.Size(shape)
+            return kind.__tensor_unflatten__(tensors, self.value(context, self.entry), size, tuple(stride))  # type: ignore[no-any-return]
+
+        return self._once(f"composed {number}", made)
+
     def _dtype_value(self, content: str) -> torch.dtype:
         return _DTYPES[content]
 
@@ -407,6 +457,41 @@ class _Unpacker:
         dtype, encoded = content
         (found,) = np.frombuffer(base64.b64decode(_checked(encoded, str), validate=True), _checked(dtype, str))
         return found
+
+
+def _is_composed(value: torch.Tensor) -> bool:
+    """Return whether a tensor of another class says of which tensors it consists, and how it is made of them again."""
+    kind = type(value)
+    if kind in (torch.Tensor, torch.nn.Parameter) or is_distributed(value):
+        return False
+    return hasattr(kind, "__tensor_flatten__") and hasattr(kind, "__tensor_unflatten__") and _is_found(kind)
+
+
+def _name_of(kind: type) -> tuple[str, str]:
+    return kind.__module__, kind.__qualname__
+
+
+def _is_found(kind: type) -> bool:
+    """Return whether a class is found again by its name: one that a function has made is not."""
+    try:
+        return attrgetter(kind.__qualname__)(sys.modules[kind.__module__]) is kind
+    except (AttributeError, KeyError):
+        return False
+
+
+def _class_at(module: Any, name: Any, base: type) -> Any:
+    """Return a class by its name, where its module was imported by now and it is of the base.
+
+    Raises:
+        ValueError: there is none.
+    """
+    try:
+        found = attrgetter(_checked(name, str))(sys.modules[_checked(module, str)])
+    except (AttributeError, KeyError):
+        raise ValueError(f"the class {module}.{name}, which is not imported") from None
+    if not (isinstance(found, type) and issubclass(found, base)):
+        raise ValueError(f"{module}.{name}, which is no {base.__name__}")
+    return found
 
 
 def _checked(value: Any, kind: type) -> Any:

@@ -17,6 +17,7 @@ from autoaccum.events import Record, Started, StepReport
 from autoaccum.memory.oom import insist
 from autoaccum.ranks.units import units_of
 from autoaccum.training.hooks import Ready
+from autoaccum.training.modes import evaluating
 from autoaccum.training.options import FitArguments
 from autoaccum.training.synonyms import answering
 
@@ -81,7 +82,8 @@ class EMA(Ready):
         if isinstance(record, Started):
             self._begin(trainer.model, is_new=trainer.step == 0)
         elif isinstance(record, StepReport):  # which comes once a window has committed, and never for a replay
-            self._step()
+            with evaluating(trainer.optimizer):
+                self._step()
 
     @property
     def weights(self) -> Mapping[str, torch.Tensor]:

@@ -396,8 +396,11 @@ class _Check:
         if notice is None and self._uncertain is not None:
             notice = notices.uncertain_notice(self._uncertain)
         # What else a run would do otherwise than was measured here.
-        if notice is None and decision.passed and (verdict.leaves_part or verdict.draws_once):
-            notice = notices.part_of_state_notice() if verdict.leaves_part else notices.drawn_once_notice()
+        if notice is None and decision.passed and verdict.left:
+            notice = notices.left_notice(verdict.left, is_window=self._job.state == "window")
+            self._uncertain = notice.cause
+        if notice is None and decision.passed and verdict.draws_once:
+            notice = notices.drawn_once_notice()
         return CheckReport(
             passed=decision.passed,
             hypothesis=decision.hypothesis,

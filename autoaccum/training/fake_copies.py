@@ -21,6 +21,7 @@ from autoaccum.errors import ArgumentError
 from autoaccum.memory.fake import Fakes
 from autoaccum.training.lazy import Examples
 from autoaccum.window.attributes import Attributes
+from autoaccum.window.optimizers import with_types_of
 from autoaccum.window.surroundings import surroundings_of
 
 T = TypeVar("T")
@@ -104,6 +105,8 @@ class FakeCopies:
             if id(tensor) not in self._made:
                 self._kept.append(tensor)
                 self._made[id(tensor)] = self._fakes.of(tensor)
+                if isinstance(tensor, nn.Parameter):
+                    with_types_of([self._made[id(tensor)]], [tensor])
 
     def _copied(self, thing: T, argument: str) -> T:
         try:

@@ -16,7 +16,13 @@ from autoaccum.training.fake_copies import FakeCopies, FakeSamples
 from autoaccum.window.attributes import is_expanded
 from autoaccum.window.blocks import HIGHEST, Rung, candidates, named_blocks, rungs_of
 from autoaccum.window.modules import into_training
-from autoaccum.window.optimizers import allocate_state, make_optimizer, sparsely_trained, trainable_parameters
+from autoaccum.window.optimizers import (
+    allocate_state,
+    make_optimizer,
+    sparsely_trained,
+    trainable_parameters,
+    zero_gradient,
+)
 from autoaccum.window.precision import Precision, autocast
 from autoaccum.window.recomputing import Recomputing
 from autoaccum.window.tape import record
@@ -85,7 +91,7 @@ class FakeStep:
             # As they are in every micro-batch of a window but the first. Zeros would make a sparse one dense.
             self._trained = [p for p in trained if id(p) not in sparse]
             for p in self._trained:
-                p.grad = torch.zeros_like(p)
+                p.grad = zero_gradient(p)
             allocate_state(self._optimizer, self._modules)
             buffers = {id(b): b for module in self._modules for b in module.buffers() if not is_expanded(b)}
             self._copies = [buffer.detach().clone() for buffer in buffers.values()]

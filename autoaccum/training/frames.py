@@ -13,7 +13,7 @@ from contextlib import suppress
 from types import TracebackType
 from typing import Any, TypeVar, cast
 
-from autoaccum.errors import AutoaccumError
+from autoaccum.errors import AutoaccumError, DataError
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -31,9 +31,29 @@ def without_own_frames(function: F) -> F:
         except (Exception, KeyboardInterrupt) as error:
             if leave_out_own(error):
                 del args, kwargs  # as others hold nothing any more
+            refuse_ended_worker(error)
             raise
 
     return cast(F, call)
+
+
+def refuse_ended_worker(error: BaseException) -> None:
+    """Raise if an error says that a worker of a DataLoader was killed, or ended by itself.
+
+    PyTorch raises it wherever the main process is when the signal arrives, in a forward too.
+
+    Raises:
+        DataError: it does.
+    """
+    is_told = type(error) is RuntimeError and str(error).startswith("DataLoader worker (pid")
+    # Or its tensors cannot be fetched from it any more.
+    modules = {str(trace.tb_frame.f_globals.get("__name__", "")) for trace in _traces(error.__traceback__)}
+    if is_told or (isinstance(error, EOFError | OSError) and "torch.multiprocessing.reductions" in modules):
+        raise DataError(
+            f"data: a worker ended without an error of Python ({error!r}). On Linux the kernel kills processes when "
+            f"memory runs out: use fewer workers, or a smaller prefetch_factor. Else the dataset or a library "
+            f"that it calls crashes: num_workers=0 reads in this process, and shows where."
+        ) from error
 
 
 def leave_out_own(error: BaseException) -> bool:

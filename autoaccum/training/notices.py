@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -38,6 +39,24 @@ def changed_late() -> Notice:
         cause="Gradients were clipped, or scaled, after accumulator.step had stepped on them",
         consequence="The step is one on the gradient as it was before",
         cure="Pass clip_norm= to the Accumulator, or call accumulator.backward(batch), change them, and step yourself",
+    )
+
+
+def lost_attributes(optimizer: str, names: Sequence[str]) -> Notice:
+    """Say what an optimizer keeps on itself that no checkpoint holds."""
+    return Notice(
+        cause=f"{optimizer} changes {', '.join(names)} of its own with its steps, which a checkpoint cannot hold",
+        consequence="A run that resumes begins with these as they are made",
+        cure="Have the optimizer keep them in its state or in its param_groups, or return them from its state_dict()",
+    )
+
+
+def cannot_resume(problem: str) -> Notice:
+    """Say that the first checkpoint could not be loaded into a copy of what is trained."""
+    return Notice(
+        cause=f"The first checkpoint was read back into a copy of the run, which cannot resume from it: {problem}",
+        consequence="If this run is killed, it cannot go on from its checkpoints. Their weights can be read",
+        cure="Mend load_state_dict of the layer or the optimizer that the message names, or take another one",
     )
 
 

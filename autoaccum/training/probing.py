@@ -54,6 +54,7 @@ from autoaccum.window.optimizers import (
     move,
     sparsely_trained,
     trainable_parameters,
+    zero_gradient,
 )
 from autoaccum.window.precision import Autocast, Precision, autocast
 from autoaccum.window.single_samples import beyond_memory, may_need_another
@@ -306,7 +307,7 @@ def _make_gradients(parameters: Sequence[torch.Tensor], sparse: Sequence[torch.T
     """Make gradients be there, as they are in every micro-batch of a window but the first."""
     for p in parameters:
         if not any(p is weight for weight in sparse):  # zeros would make its gradient dense
-            p.grad = torch.zeros_like(p)
+            p.grad = zero_gradient(p)
 
 
 def _plan(effective_batch: int, largest: int, smallest: int) -> Plan | None:

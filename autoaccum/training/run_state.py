@@ -17,6 +17,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from autoaccum._kinds import a, anything, entries, number, optional, refuse, shown, whole
 from autoaccum.data import randomness
+from autoaccum.data.base import Source
 from autoaccum.data.random_states import check_random_states
 from autoaccum.errors import CheckpointCorruptError, CheckpointError
 from autoaccum.memory.oom import is_out_of_memory
@@ -28,6 +29,8 @@ from autoaccum.training.best import Validations
 from autoaccum.training.hooks import SAVED as SAVED_BY_CALLBACKS
 from autoaccum.training.hooks import Hooks
 from autoaccum.training.learning_rate import LearningRate
+from autoaccum.training.modes import evaluated_weights, has_modes, parameters_of
+from autoaccum.training.optimizer_attributes import OptimizerAttributes
 from autoaccum.training.pace import Pace
 from autoaccum.training.validation import SAVED, Validator
 from autoaccum.window.modules import State, left_out, load_modules, load_optimizer, state_of_modules
@@ -60,8 +63,12 @@ class RunState:
     validations: Validations
     noise: Smoothed | None
     pace: Pace
+    source: Source
+    """The data."""
     device: torch.device
     """Where all of them are."""
+    optimizer_attributes: OptimizerAttributes
+    """What the optimizer keeps on itself."""
     callbacks: Hooks = field(default_factory=lambda: Hooks(()))
     """The callbacks, some of which may keep something."""
 
@@ -69,11 +76,9 @@ class RunState:
         """Return (the model's state_dict, everything else), after a window."""
         # The keys, and their order, are those of the first version of the format: checkpoints of all versions are read,
         # and the same run writes the same bytes.
-        return self.model.state_dict(), {
-            "buffers": left_out(self.model),
-            "modules": state_of_modules(self.others),
-            "optimizer": self.optimizer.state_dict(),
-            **self._bare(),
+        weights, trained = self.trained()
+        return weights, {
+            **trained,
             "learning_rate": self.learning_rate.state_dict(),
             "engine": self.step.state_dict(),
             "validator": None if self.validator is None else self.validator.state_dict(),
@@ -82,7 +87,20 @@ class RunState:
             **self.validations.state_dict(),
             "device": describe(self.device),
             "randomness": randomness.state_dict(self.device),
+            **({} if (place := self.source.state_dict()) is None else {"data": place}),
             **self.callbacks.state_dict(),
+        }
+
+    def trained(self) -> tuple[State, State]:
+        """Return (the model's state_dict, what else is trained or belongs to it)."""
+        own = self.optimizer_attributes.state_dict()
+        return evaluated_weights(self.model, self.optimizer), {
+            "buffers": left_out(self.model),
+            "modules": state_of_modules(self.others),
+            "optimizer": self.optimizer.state_dict(),
+            **({"optimizer_attributes": own} if own else {}),
+            **self._bare(),
+            **self._stepped_on(),
         }
 
     def bare_tensors(self) -> list[torch.Tensor]:
@@ -94,6 +112,12 @@ class RunState:
         found = self.bare_tensors()
         return {"tensors": [tensor.detach() for tensor in found]} if found else {}
 
+    def _stepped_on(self) -> State:
+        """Return the weights that an optimizer with modes steps on: others are the model's for whoever reads it."""
+        if not has_modes(self.optimizer):
+            return {}
+        return {"stepped_on": [p.detach() for p in parameters_of(self.optimizer)]}
+
     def load_state_dict(self, weights: State, state: State) -> None:
         """Put back what ``state_dict`` returned, into the parts of a run that was set up by the same arguments.
 
@@ -101,18 +125,8 @@ class RunState:
             CheckpointCorruptError: an entry is not such as this run can have, and nothing was changed; or code of the
                 user's failed to put a part back.
         """
-        weights, state = placed(self.model, self.others, self.optimizer, weights, state)
-        _check(self, weights, state)
-        # The weights lie in a file of their own, which any reader of safetensors understands: apart from other modules.
-        of_all = [{"state": weights, "buffers": state["buffers"]}, *state["modules"]]
-        with _putting_back("weights"):
-            load_modules([self.model, *self.others], of_all, self.device)
-        with _putting_back("tensors"), torch.no_grad():
-            # In place, for the user's function holds them.
-            for tensor, value in zip(self.bare_tensors(), state.get("tensors", ()), strict=True):
-                tensor.copy_(value)
-        with _putting_back("optimizer"):
-            load_optimizer(self.optimizer, state["optimizer"])
+        weights, state = self.checked(weights, state)
+        self.load_trained(weights, state)
         with _putting_back("learning_rate"):  # after the optimizer, which has the rates themselves
             self.learning_rate.load_state_dict(state["learning_rate"])
         # Sizes that were found are of the device they were found on; on another one they are searched for anew.
@@ -125,10 +139,44 @@ class RunState:
         with _putting_back("callbacks"):
             self.callbacks.load_state_dict(state)
         self.pace.load_state_dict(state)
+        if "data" in state:  # which older versions have not kept
+            self.source.load_state_dict(state["data"])
         self.validations.load_state_dict(state)
         # Last, for whatever is drawn while the parts are put back has not been drawn in the run.
         with _putting_back("randomness"):
             randomness.load_state_dict(state["randomness"], self.device)
+
+    def checked(self, weights: State, state: State) -> tuple[State, State]:
+        """Return what ``state_dict`` returned as this run can have it; nothing is changed.
+
+        Raises:
+            CheckpointCorruptError: an entry is not such as this run can have.
+        """
+        weights, state = placed(self.model, self.others, self.optimizer, weights, state)
+        _check(self, weights, state)
+        return weights, state
+
+    def load_trained(self, weights: State, state: State) -> None:
+        """Put back what ``trained`` returned.
+
+        Raises:
+            CheckpointCorruptError: code of the user's, or of another library, failed to put a part back.
+        """
+        # The weights lie in a file of their own, which any reader of safetensors understands: apart from other modules.
+        of_all = [{"state": weights, "buffers": state["buffers"]}, *state["modules"]]
+        with _putting_back("weights"):
+            load_modules([self.model, *self.others], of_all, self.device)
+        with _putting_back("tensors"), torch.no_grad():
+            # In place, for the user's function holds them.
+            for tensor, value in zip(self.bare_tensors(), state.get("tensors", ()), strict=True):
+                tensor.copy_(value)
+        with _putting_back("stepped_on"), torch.no_grad():
+            for p, value in zip(parameters_of(self.optimizer), state.get("stepped_on", ()), strict=False):
+                p.copy_(value)
+        with _putting_back("optimizer"):
+            load_optimizer(self.optimizer, state["optimizer"])
+        with _putting_back("optimizer_attributes"):
+            self.optimizer_attributes.load_state_dict(state.get("optimizer_attributes", {}))
 
 
 @contextmanager
@@ -167,7 +215,12 @@ def _check(run: RunState, weights: Any, state: Any) -> None:
             # Without them a run that has some would go on from those it was begun with.
             **({"tensors": lambda value, entry: check_tensors(held, value, entry)} if held else {}),
         },
-        optionally={"callbacks": SAVED_BY_CALLBACKS},
+        optionally={
+            "callbacks": SAVED_BY_CALLBACKS,
+            "data": run.source.check,
+            "optimizer_attributes": run.optimizer_attributes.check,
+            "stepped_on": lambda value, entry: check_tensors(parameters_of(run.optimizer), value, entry),
+        },
     )(state, "")
     _check_together(run, state)
     check_module(run.model, weights, state["buffers"], ("weights", "buffers"))

@@ -4,14 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
+from autoaccum.errors import LossSideEffectError
 from autoaccum.window.attributes import Attributes
 from autoaccum.window.snapshot import Snapshot
 from autoaccum.window.state import SMALL_BYTES, State
+
+
+def _refuse_step(*args: Any) -> None:
+    raise LossSideEffectError("a hook, loss_fn, training_step or the model", "called optimizer.step()")
 
 
 @contextmanager
@@ -33,6 +40,9 @@ def no_trace(
         device: where the modules may be moved to within it.
         tensors: others that may get gradients.
         functions: of the user's, which may count, keep or draw by what they hold.
+
+    Raises:
+        LossSideEffectError: within it an optimizer steps, as of hooks that step in a backward.
     """
     everything = {id(m): m for module in modules for m in module.modules()}.values()
     # A forward may write to frozen ones, as to a teacher; what is large is a backbone, mostly, and has no copy.
@@ -60,9 +70,12 @@ def no_trace(
         p.grad = None
     owners = [*everything, *([optimizer] if isinstance(optimizer, torch.optim.Optimizer) else [])]
     attributes = Attributes(owners)
+    # Before it writes anything: of large parameters nobody has a copy.
+    refusing = register_optimizer_step_pre_hook(_refuse_step)
     try:
         yield
     finally:
+        refusing.remove()
         # First, for a gradient has to lie where its parameter does, and have its shape.
         for p, _ in gradients:
             p.grad = None

@@ -15,7 +15,7 @@ from autoaccum import _checks
 from autoaccum.data.base import Window
 from autoaccum.data.splits import SplitLike, split_of
 from autoaccum.errors import ArgumentError, StopTraining
-from autoaccum.events import Event, Finished, Record, Resumed, StepReport
+from autoaccum.events import Event, Finished, Record, Resumed, Saved, StepReport
 from autoaccum.loss.stated import CountItems, Reducing
 from autoaccum.memory import clock
 from autoaccum.memory.devices import being_current, current_device_kept
@@ -33,9 +33,10 @@ from autoaccum.ranks.summing import Compression
 from autoaccum.ranks.units import units_of
 from autoaccum.reporting.following import heard, tell_failure
 from autoaccum.reporting.progress import ProgressBar, teller_of
+from autoaccum.runs.checkpoint import Checkpoint
 from autoaccum.runs.directory import RunDirectory
 from autoaccum.runs.writers import Writers
-from autoaccum.training import best, data_notices, frames, notices, saving, setup, together
+from autoaccum.training import best, data_notices, frames, modes, notices, saving, setup, together
 from autoaccum.training.alone import Ranks, holding
 from autoaccum.training.declarations import Checked
 from autoaccum.training.followed import Followed
@@ -44,6 +45,7 @@ from autoaccum.training.interrupts import interrupt_calls
 from autoaccum.training.learning_rate import MakeScheduler, Scaling
 from autoaccum.training.metrics import Metric
 from autoaccum.training.noise import MeasuredNoise
+from autoaccum.training.optimizer_attributes import OptimizerAttributes
 from autoaccum.training.options import Callback, FitArguments
 from autoaccum.training.pace import Pace
 from autoaccum.training.result import FitResult as FitResult
@@ -52,6 +54,7 @@ from autoaccum.training.run_state import RunState
 from autoaccum.training.sharing import Sharing
 from autoaccum.training.shortages import Shortages, watched
 from autoaccum.training.synonyms import answering
+from autoaccum.training.trial_of_resume import problem_of
 from autoaccum.training.validation import Validator, of_validation_data
 from autoaccum.training.validation_together import ValidatorOfAll
 from autoaccum.window.batch_norm import smallest_micro_batch
@@ -179,12 +182,14 @@ class Trainer:
             model=self.model,
             others=[module for module in arguments.modules() if module is not self.model],
             optimizer=self.optimizer,
+            optimizer_attributes=OptimizerAttributes(self.optimizer),
             learning_rate=self._learning_rate,
             step=self._step,
             validator=self._validator,
             validations=self._validations,
             noise=None if self._noise is None else self._noise.smoothed,
             pace=self._pace,
+            source=self._source,
             device=self.device,
             callbacks=self._hooks,
         )
@@ -193,6 +198,7 @@ class Trainer:
         self._directory: RunDirectory | None = None  # open while the run trains
         self._writers: Writers | None = None  # who write checkpoints together, where each rank has parts of the model
         self._resumed: Resumed | None = None
+        self._is_tried = False  # whether a checkpoint was loaded into copies, or gone on from
         self._goes_on = False  # whether it has: on all ranks, of which the first alone has read it
         self._history: list[Any] = []  # these two are empty where there is a run_dir, which has them in a file
         self._events: list[Any] = []
@@ -223,6 +229,7 @@ class Trainer:
 
         setup.seed_all(arguments)
         self.optimizer, self._learning_rate = setup.build(arguments, checked, place, self._source, self.num_steps)
+        modes.refuse_sharded(self.model, self.optimizer)
         # Windows and validations call this; what is saved and described is the model itself.
         called: Any = torch.compile(self.model) if arguments.compile else self.model
         noise = setup.noise_of(arguments, self.schedule)
@@ -265,6 +272,7 @@ class Trainer:
         with torch.enable_grad(), holding("fit"), being_current(self.device):
             try:
                 with named("no window was being run"):
+                    modes.into_training(self.optimizer)
                     self._open_directory()
                     with self._step.limit.kept(), watched(self._shortages):
                         if self._group is not None:
@@ -297,7 +305,7 @@ class Trainer:
         if self._run_dir is not None and self._is_first:
             opened = saving.open_directory(self, self._run_dir, self._arguments, self._writers)
             self._directory, self._resumed = opened
-            self._goes_on = self._resumed is not None
+            self._goes_on = self._is_tried = self._resumed is not None
             # The mark says which size was being tried, for larger ones are tried within a window.
             self._step.meter.before_trial = self._directory.window_mark.enter
         elif self._writers is not None:
@@ -307,6 +315,7 @@ class Trainer:
         """Train, unless there is nothing left to do, and return what the run leaves."""
         if self._start():
             self._run()
+        modes.into_evaluation(self.optimizer)
         self._emit(Finished(step=self.step, reason=self._stop_reason or "", stopped_by=self._stopped_by))
         plan = self._last_plan()
         return FitResult(
@@ -489,7 +498,12 @@ class Trainer:
         if self._validator is None or was_broken_off or self._validations.step == self.step:
             return
         save = partial(self._save, is_last=True) if self._group is None else None
-        with self._validations.at(self.step, save), self._hooks.validating(self._teller):
+        # The optimizer's mode first: a callback may put other weights in place of those that it evaluates.
+        with (
+            self._validations.at(self.step, save),
+            modes.evaluating(self.optimizer),
+            self._hooks.validating(self._teller),
+        ):
             loss = self._validated(self._validator, epoch)
         self._validations.add(loss)
         self._agree()
@@ -548,6 +562,21 @@ class Trainer:
             saved = saving.save(self, directory, validations, loss, is_last=is_last)
             self._emit(saved)
             self._mark += saved.seconds  # the next report leaves it out
+            self._tell_what_is_lost(directory, saved)
+
+    def _tell_what_is_lost(self, directory: RunDirectory, saved: Saved) -> None:
+        """Say what a later process would not find in a checkpoint; of the first one, whether it can be gone on from."""
+        if lost := self._state.optimizer_attributes.lost():
+            self._step.announcer.say_once(notices.lost_attributes(type(self.optimizer).__name__, lost))
+        if self._is_tried or directory.writers is not None:
+            return
+        started, self._is_tried = clock.now(), True
+        directory.wait()
+        with self._step.meter.aside():
+            problem = problem_of(self._state, Checkpoint.at(Path(saved.path)))
+        if problem:
+            self._step.announcer.say_once(notices.cannot_resume(problem))
+        self._mark += clock.now() - started
 
     def _emit(self, record: Record) -> None:
         """Keep a record, then tell every callback of it, those after one that ends the run too."""

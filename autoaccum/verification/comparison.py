@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import chain
 
 import torch
 
@@ -111,11 +112,21 @@ def any_of(gradient: torch.Tensor) -> bool:
     return bool(values.count_nonzero())
 
 
-def names_of(parameters: Sequence[torch.Tensor], modules: Sequence[torch.nn.Module]) -> list[str]:
-    """Return the names of parameters, with that of their module where it is not the first."""
+def names_of(
+    tensors: Sequence[torch.Tensor],
+    modules: Sequence[torch.nn.Module],
+    other: str = "a parameter of the optimizer alone",
+) -> list[str]:
+    """Return the names of parameters and buffers, with that of their module where it is not the first.
+
+    Args:
+        tensors: these.
+        modules: where to look for them.
+        other: stands for the name of those that are not found.
+    """
     names: dict[int, str] = {}
     for index, module in enumerate(modules):
-        for name, p in module.named_parameters():
+        for name, one in chain(module.named_parameters(), module.named_buffers()):
             name = name.removeprefix("_orig_mod.")  # of what torch.compile made of it
-            names.setdefault(id(p), name if not index else f"{type(module).__name__}.{name}")
-    return [names.get(id(p), "a parameter of the optimizer alone") for p in parameters]
+            names.setdefault(id(one), name if not index else f"{type(module).__name__}.{name}")
+    return [names.get(id(one), other) for one in tensors]

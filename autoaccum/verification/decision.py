@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 
 from autoaccum.loss.hypotheses import Hypothesis
 from autoaccum.memory.oom import is_out_of_memory, without_frames
@@ -35,23 +36,24 @@ def decide(measurement: Measurement, smallest: int, likely: Hypothesis) -> Decis
         UnsettledError: the same.
     """
     measurement.run_whole()
-    decision = _decided_on_parts(measurement, smallest, likely)
+    decided = partial(_decided, measurement, likely=likely)
+    decision = _on_parts(measurement, smallest, decided)
     if decision.passed or not measurement.has_draws:
         return decision
     # Rows may not be what they look like, as where a batch is made of two copies: a constant has no rows.
     try:
         measurement.with_constants()
-        again = _decided_on_parts(measurement, smallest, likely)
+        again = _on_parts(measurement, smallest, decided)
     except (UnalignedError, UnsettledError, ZeroGradientError, NotFiniteError):
         return decision
     return again if again.passed and not again.is_vacuous else decision
 
 
-def _decided_on_parts(measurement: Measurement, smallest: int, likely: Hypothesis) -> Decision:
+def _on_parts(measurement: Measurement, smallest: int, decided: Callable[[list[Cut]], Decision]) -> Decision:
     """Measure parts of any size, and larger ones where those of one sample cannot be computed."""
     cuts = measurement.cuts(smallest)
     try:
-        return _decided(measurement, cuts, likely)
+        return decided(cuts)
     except (UnalignedError, UnsettledError, ZeroGradientError):
         raise
     except Exception as error:  # of the user's code, on one sample perhaps
@@ -60,7 +62,7 @@ def _decided_on_parts(measurement: Measurement, smallest: int, likely: Hypothesi
             raise
         measurement.state.restore()
         without_frames(error)
-    return replace(_decided(measurement, wider, likely), smallest=2)
+    return replace(decided(wider), smallest=2)
 
 
 def compare_losses(measurement: Measurement, smallest: int, hypothesis: Hypothesis) -> Decision:
@@ -69,10 +71,13 @@ def compare_losses(measurement: Measurement, smallest: int, hypothesis: Hypothes
     Raises:
         UnsettledError: what is drawn cannot be compared.
     """
+
+    def compared(cuts: list[Cut]) -> Decision:
+        outcome = _measured(measurement, cuts, hypothesis)
+        return Decision.of(outcome, passed=outcome.error <= measurement.tolerance)
+
     measurement.run_whole()
-    outcome = _measured(measurement, measurement.cuts(smallest), hypothesis)
-    decision = Decision.of(outcome, passed=outcome.error <= measurement.tolerance)
-    return replace(decision, hides_draws=measurement.hides_draws)
+    return replace(_on_parts(measurement, smallest, compared), hides_draws=measurement.hides_draws)
 
 
 def hypotheses(job: Job, likely: Hypothesis) -> list[Hypothesis]:

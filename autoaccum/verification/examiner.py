@@ -163,6 +163,11 @@ class Examiner:
         self._remembered, self._remembered_of, self._failed_on = None, 0, []
         self.uncertain, self.is_trying = None, False
 
+    def put_back(self) -> None:
+        """Put back the parameters that the window began with, where they are remembered."""
+        if self._remembered is not None and self._remembered_of == self._number:
+            self._remembered.restore_parameters()
+
     def let_go(self) -> bool:
         """Forget how the window began where that takes of the memory that it is short of; return whether it did."""
         # Buffers and random states, which its rollback has anyway, are put back all the same to measure it.
@@ -214,7 +219,7 @@ class Examiner:
             return
         # It waits for the device, and so is asked of one window only.
         if not math.isfinite(value := gradient.loss.item()):
-            raise NonFiniteLossError(value)
+            raise NonFiniteLossError(value, gradient.sizes)
         self.is_checked = True
         # Hooks may have stepped on gradients, and dropped them.
         if not notices.has_backward_hooks(self._parameters):
@@ -439,7 +444,9 @@ class Examiner:
             held, self._transaction.hypothesis = self._transaction.hypothesis, decision.hypothesis
             # Of some windows one hypothesis is true by chance: the next one has to show it once more.
             self._occasions.is_changed = held not in (None, decision.hypothesis)
-            said.extend([notices.part_of_state_notice()] if verdict.leaves_part else [])
+            if verdict.left:
+                notice = notices.left_notice(verdict.left, is_window=self._job.state == "window")
+                self._refuse_or_say(notice, None, said)
         said.append(
             Verified(
                 step=number,

@@ -93,8 +93,8 @@ class Verdict:
 
     decision: Decision | None = None
     """What was measured; None where nothing was."""
-    leaves_part: bool = False
-    """Whether a window leaves the state of its last part, and not that of all of it."""
+    left: tuple[str, ...] = ()
+    """The names of state that is another after a window that is cut than after a whole one."""
     draws_once: bool = False
     """Whether the parts were given what is drawn once for a batch, and what a run draws for each of them."""
     mixes: bool = False

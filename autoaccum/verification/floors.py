@@ -14,7 +14,7 @@ from unittest import mock
 import torch
 from torch.overrides import TorchFunctionMode
 
-from autoaccum.data import batches
+from autoaccum.data import batches, objects
 from autoaccum.memory.oom import attempt
 from autoaccum.verification.comparison import TOLERANCES
 
@@ -117,7 +117,13 @@ def _wide_type(value: Any) -> Any:
 def widen(batch: Any) -> Any:
     """Return a batch with tensors of 32 bits in 64 bits."""
     leaves, spec = batches.flatten(batch)
-    return spec.unflatten([leaf.double() if _is_narrow(leaf) else leaf for leaf in leaves])
+    return spec.unflatten(
+        [objects.mapped(leaf, _wide) if objects.has_samples(leaf) else _wide(leaf) for leaf in leaves]
+    )
+
+
+def _wide(leaf: Any) -> Any:
+    return leaf.double() if _is_narrow(leaf) else leaf
 
 
 def _is_narrow(leaf: Any) -> bool:

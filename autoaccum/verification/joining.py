@@ -27,9 +27,9 @@ from autoaccum.verification.floors import is_right_in_64_bits
 from autoaccum.verification.measurement import Measurement
 from autoaccum.verification.rows import COUNTS, OF_16_BITS, RowChecks, RowsOfDraws, sizes_of
 from autoaccum.verification.samples import choose
-from autoaccum.window.attributes import CONTAINERS, Attributes, objects_of
+from autoaccum.window.attributes import CONTAINERS, Attributes, objects_of, version_of
 from autoaccum.window.job import Job
-from autoaccum.window.split_calls import Layout, MovedError, NotRowsError, SplitCalls, called_children, version_of
+from autoaccum.window.split_calls import Layout, MovedError, NotRowsError, SplitCalls, called_children
 from autoaccum.window.state import State
 
 _SETTINGS = frozenset((bool, int, float, str))

@@ -30,6 +30,7 @@ def numbers_of(leaf: Any) -> torch.Tensor | None:
     if isinstance(leaf, np.ndarray):
         # As PyTorch takes them: in the machine's order of bytes, and not backwards.
         leaf = torch.as_tensor(np.ascontiguousarray(leaf, leaf.dtype.newbyteorder("=")))
+    leaf = leaf.as_subclass(torch.Tensor)  # a subclass may not bear what is computed with its numbers
     if leaf.is_complex():
         leaf = torch.view_as_real(leaf.resolve_conj())
     widest = torch.float64 if leaf.device.type != "mps" else torch.float32

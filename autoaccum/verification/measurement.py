@@ -23,6 +23,7 @@ from autoaccum.loss.reductions import read, without_graph
 from autoaccum.loss.terms import NONE, Reduction
 from autoaccum.memory.oom import is_out_of_memory
 from autoaccum.planning.attempts import Piece
+from autoaccum.planning.granules import MICRO
 from autoaccum.verification.comparison import (
     OF_STATE,
     TOLERANCE,
@@ -37,7 +38,7 @@ from autoaccum.verification.comparison import (
 from autoaccum.verification.draws import Constants, Recording, Replaying, drawing_nothing
 from autoaccum.verification.findings import Cut, NotFiniteError, Outcome, Part, ZeroGradientError
 from autoaccum.verification.floors import full_precision, widen, widened
-from autoaccum.verification.remains import Remains, is_of_a_part, remains_of
+from autoaccum.verification.remains import Remains
 from autoaccum.verification.samples import Parts, Stretch, cuts_of
 from autoaccum.window.gradient import Gradient, Repeat
 from autoaccum.window.job import Job
@@ -99,9 +100,8 @@ class Measurement:
         self.moved: list[torch.Tensor] = []
         """What forwards write to, and the next one may read."""
         self._contributing = 0  # the most parts of a cut that have added to it
-        self.leaves_part = False
-        """Whether the state that a window leaves is that of its last part, where it moves once a window."""
-        self._remains: tuple[Remains, Remains] | None = None  # what the whole has found, and what it has left
+        self.left: list[str] = []
+        """The names of state that is another after a window that is cut than after the whole."""
         self._next = math.nan  # the loss that all samples have then
         self._loss, self._wanted = torch.tensor(math.nan), list[torch.Tensor | None]()  # of the whole
         self.draws_foreign = False
@@ -138,6 +138,7 @@ class Measurement:
         try:
             self._rewind()
             self.state = self._remember(self._after)
+            self._remains = Remains(self.state)
         except BaseException:  # nobody leaves what was not entered
             self._after.restore()
             self._gradients.restore()
@@ -195,7 +196,6 @@ class Measurement:
         # In one piece a window's weight is 1, whatever its loss is a mean over.
         draws = self._draws
         assert draws is not None
-        before = remains_of(self.state.layers) if self.job.state == "window" else None
         self._has_halves = False
         context = draws if is_watched else nullcontext()
         gradient = self._run((tuple(range(self.num_samples)),), "sum", self.make, lambda _: context)
@@ -206,8 +206,9 @@ class Measurement:
             return False
         self.draws_foreign = self.draws_foreign or self.state.foreign_draws()
         self.moved = self.state.moved()
-        if before is not None:
-            self._remains, self._next = (before, remains_of(self.state.layers)), self._next_loss()
+        self._remains.take()
+        if self.job.state == "window":
+            self._next = self._next_loss()
         if self.moved and not self._forward_only and self.tolerance < TOLERANCE:
             self.tolerance = OF_STATE
         self._loss = gradient.loss.detach()
@@ -277,10 +278,12 @@ class Measurement:
             errors.append(self._error(gradient))
             for p in self.parameters:
                 p.grad = None
-            if self._remains is not None and len(cut) > 1 and not self.leaves_part:
-                self.leaves_part = is_of_a_part(*self._remains, remains_of(self.state.layers)) or is_another(
-                    self._next, self._next_loss(), self.parameters
-                )
+            # Running statistics of BatchNorm move in a way of their own where they are not a micro-batch's.
+            if len(cut) > 1 and not self.left and self.job.batch_norm == MICRO:
+                self.left = names_of(self._remains.others(), self.job.modules, other="a tensor in an attribute")
+            if self.job.state == "window" and len(cut) > 1 and not self.left:
+                differs = is_another(self._next, self._next_loss(), self.parameters)
+                self.left = ["what the next loss reads"] if differs else []
             self._put_back()
             if not errors[-1].relative <= stop_above:
                 break

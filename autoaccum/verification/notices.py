@@ -20,6 +20,8 @@ from autoaccum.window.batch_norm import count_batch_norms
 # another by its consequence, which therefore holds no numbers: it is said once in a run.
 
 
+_SHOWN = 3
+"""Name so many tensors of a model at most."""
 _REGROUP = "Pass accumulate='joined', which is exact, or batch_norm='ghost:32' or 'frozen'; use GroupNorm or LayerNorm"
 
 
@@ -219,6 +221,23 @@ def part_of_state_notice() -> Notice:
         cure="Write it in the training_step and pass accumulate='joined' in place of state, by which it runs once on "
         "the full batch; or pass micro_batch= the whole window if it fits",
     )
+
+
+def state_notice(names: Sequence[str]) -> Notice:
+    """Return what to say of state of these names that moves with each micro-batch."""
+    shown = ", ".join(names[:_SHOWN]) + f" and {len(names) - _SHOWN} more" * (len(names) > _SHOWN)
+    return Notice(
+        cause=f"Forwards write to {shown}, and what a step leaves there depends on how it is split",
+        consequence="Running statistics and counters move once for each micro-batch instead of once a step: what "
+        "evaluation reads of them is another than after whole steps",
+        cure="Leave accumulate out, or pass accumulate='joined', by which they are written once, of the full batch; or "
+        "pass micro_batch= the whole window if it fits",
+    )
+
+
+def left_notice(names: Sequence[str], *, is_window: bool) -> Notice:
+    """Return what to say of state of these names; ``is_window`` tells that it moves once a window, by state=."""
+    return part_of_state_notice() if is_window else state_notice(names)
 
 
 def drawn_once_notice() -> Notice:

@@ -17,9 +17,9 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from autoaccum.memory.oom import is_out_of_memory
 from autoaccum.verification.draws import Draws, Recording, Replaying
-from autoaccum.window.attributes import Attributes
+from autoaccum.window.attributes import Attributes, version_of
 from autoaccum.window.gradient import count_nodes
-from autoaccum.window.split_calls import Again, Call, NotRowsError, cut, draws_elsewhere, version_of
+from autoaccum.window.split_calls import Again, Call, NotRowsError, cut, draws_elsewhere
 from autoaccum.window.state import same
 
 _TOLERANCES = {torch.float64: 1e-8, torch.complex128: 1e-8, torch.float32: 1e-4, torch.complex64: 1e-4}

@@ -88,7 +88,7 @@ def _features(batch: Any, num_samples: int) -> torch.Tensor | None:
     """
     inputs: list[torch.Tensor] = []
     labels: list[torch.Tensor] = []
-    for leaf in batches.flatten(batch)[0]:
+    for leaf in batches.leaves_within(batch):
         numbers = numbers_of(leaf)
         if numbers is not None and len(numbers) == num_samples:
             # Whole numbers are classes, tokens or counts; others are where they take few values.
@@ -280,7 +280,7 @@ class Parts:
 
 def are_equal(batch: Any, other: Any) -> bool:
     """Return whether two batches hold the same numbers."""
-    leaves, others = batches.flatten(batch)[0], batches.flatten(other)[0]
+    leaves, others = batches.leaves_within(batch), batches.leaves_within(other)
     return len(leaves) == len(others) and all(map(_are_equal, leaves, others))
 
 

@@ -202,7 +202,7 @@ def _measured_of(
                 chosen=tuple(chosen),
                 tolerance=max(measurement.tolerance, decision.error) if decision.passed else measurement.tolerance,
                 trained=frozenset(measurement.trained),
-                leaves_part=measurement.leaves_part,
+                left=tuple(measurement.left),
                 draws_once=measurement.draws_once,
                 collates_anew=collates_anew,
                 mixes=is_mixed,

@@ -136,26 +136,32 @@ def objects_of(layers: Iterable[nn.Module]) -> list[Any]:
     while waiting:
         owner, depth = waiting.pop()
         for name, value in vars(owner).items():
-            if type(value) in _PLAIN or (name in _OWN and isinstance(owner, nn.Module)):
+            if type(value) in _PLAIN or (name in OWN and isinstance(owner, nn.Module)):
                 continue
             inside = value if type(value) in (list, tuple) else value.values() if type(value) is dict else (value,)
             for one in inside:
                 parts = one.modules() if isinstance(one, nn.Module) else (one,)
                 for part in parts:
-                    if id(part) not in known and id(part) not in found and _has_state(part):
+                    if id(part) not in known and id(part) not in found and has_state(part):
                         found[id(part)] = part
-                        if depth < _DEEPEST:
+                        if depth < DEEPEST:
                             waiting.append((part, depth + 1))
     return list(found.values())
 
 
-_DEEPEST = 2
+DEEPEST = 2
 """Objects in objects that are looked into: a module's tracker may hold a meter, and a reference to all the rest."""
-_OWN = frozenset(vars(nn.Module()))
+OWN = frozenset(vars(nn.Module()))
 """Attributes that every module has."""
 
 
-def _has_state(thing: Any) -> bool:
+def version_of(tensor: torch.Tensor) -> int:
+    """Return how often a tensor was written to; 0 of one that does not count, as under ``inference_mode``."""
+    return 0 if tensor.is_inference() else tensor._version
+
+
+def has_state(thing: Any) -> bool:
+    """Return whether something is an object with attributes, but no function, no class and none of PyTorch's own."""
     if isinstance(thing, torch.Tensor | type) or (callable(thing) and not isinstance(thing, nn.Module)):
         return False
     root = type(thing).__module__.partition(".")[0]

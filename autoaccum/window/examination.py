@@ -79,6 +79,9 @@ class Examiner(Protocol):
     ) -> None:
         """Look at the forwards of an attempt that is run in this way, and leaves so much memory where that is known."""
 
+    def put_back(self) -> None:
+        """Put back the parameters that the window began with, where they are remembered."""
+
     def let_go(self) -> bool:
         """Make room on a device that is short of memory; return whether there was anything to let go of."""
 

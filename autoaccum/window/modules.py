@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import deque
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from copy import copy
+from functools import wraps
 from typing import Any
 
 import torch
@@ -65,24 +69,88 @@ def load_modules(modules: Sequence[nn.Module], states: Sequence[State], device: 
                 # In place, for others may hold it.
                 with torch.no_grad():
                     there.copy_(value)
-        module.load_state_dict(state["state"])
+        _load(module, state["state"])
+
+
+def _load(module: nn.Module, state: State) -> None:
+    """Load a state_dict, all of it.
+
+    Some layers write entries that they do not read, such as the scales of frozen, quantised weights: these have to be
+    what they are by now.
+
+    Raises:
+        ValueError: an entry is missing, is nothing that the module has, or was another one.
+    """
+    refused = module.load_state_dict(state, strict=False)
+    present = module.state_dict() if refused.unexpected_keys else {}
+    changed = [key for key in refused.unexpected_keys if not _is_same(state[key], present.get(key))]
+    if refused.missing_keys or changed:
+        lacks = f"lacks {', '.join(map(repr, refused.missing_keys))}; " if refused.missing_keys else ""
+        reads = f"does not read {', '.join(map(repr, changed))}" if changed else ""
+        raise ValueError(f"{type(module).__name__} {lacks}{reads}".removesuffix("; "))
+
+
+def _is_same(saved: Any, present: Any) -> bool:
+    if isinstance(saved, torch.Tensor) and isinstance(present, torch.Tensor):
+        return saved.dtype == present.dtype and torch.equal(saved, present.to(saved.device))
+    return type(saved) is type(present) and bool(saved == present)
 
 
 def load_optimizer(optimizer: torch.optim.Optimizer, state: State) -> None:
-    """Put back an optimizer's state_dict, to the bit.
+    """Put back an optimizer's state_dict as it was saved: the same types, in the same precision."""
+    with _uncast():
+        optimizer.load_state_dict(state)
 
-    ``load_state_dict`` rounds what is kept in more bits than the parameter has: that is put back after it.
+
+@contextmanager
+def _uncast() -> Iterator[None]:
+    """Have ``Optimizer.load_state_dict`` put state in place as it is given, whoever calls it: a subclass, a wrapper.
+
+    PyTorch's own rounds tensors to the parameter's dtype, and builds every list and text anew by calling its type.
     """
-    optimizer.load_state_dict(state)
-    if not {"param_groups", "state"} <= state.keys():  # a form of its own
-        return
-    parameters = [p for group in optimizer.param_groups for p in group["params"]]
-    numbers = [number for group in state["param_groups"] for number in group["params"]]
-    for p, number in zip(parameters, numbers, strict=True):
-        for name, value in state["state"].get(number, {}).items():
-            loaded = optimizer.state[p].get(name)
-            if isinstance(value, torch.Tensor) and isinstance(loaded, torch.Tensor) and value.dtype != loaded.dtype:
-                optimizer.state[p][name] = value.to(loaded.device)
+    of_torch = torch.optim.Optimizer.load_state_dict
+
+    @wraps(of_torch)
+    def load(optimizer: torch.optim.Optimizer, state_dict: State) -> None:
+        groups = zip(optimizer.param_groups, state_dict["param_groups"], strict=False)
+        of_number = {
+            number: (p, saved)
+            for group, saved in groups
+            for p, number in zip(group["params"], saved["params"], strict=False)
+        }
+        kept = {}
+        for key, value in state_dict["state"].items():
+            p, group = of_number.get(key, (None, {}))
+            # Under a number PyTorch casts a value. Under any other key, the parameter itself too, it leaves it alone.
+            kept[key if p is None else p] = value if p is None else beside(p, value, group)
+        of_torch(optimizer, {**state_dict, "state": kept})
+
+    torch.optim.Optimizer.load_state_dict = load  # type: ignore[method-assign, assignment]
+    try:
+        yield
+    finally:
+        torch.optim.Optimizer.load_state_dict = of_torch  # type: ignore[method-assign]
+
+
+def beside(p: torch.Tensor, value: Any, group: State, name: Any = None) -> Any:
+    """Return what is kept of a parameter with its tensors on the parameter's device, in containers of its own."""
+    if isinstance(value, torch.Tensor):
+        # Where PyTorch keeps the number of steps: on the host, unless kernels read it.
+        is_on_host = name == "step" and not (group.get("capturable") or group.get("fused"))
+        return value if is_on_host else value.to(p.device)
+    if isinstance(value, dict):
+        by_key = copy(value)  # with what else a dict has, such as its factory
+        by_key.update({key: beside(p, entry, group, key) for key, entry in value.items()})
+        return by_key
+    if isinstance(value, tuple):
+        entries = [beside(p, entry, group) for entry in value]
+        return value._make(entries) if hasattr(value, "_make") else type(value)(entries)
+    if isinstance(value, list | deque):
+        in_order = copy(value)
+        in_order.clear()
+        in_order.extend(beside(p, entry, group) for entry in value)
+        return in_order
+    return value
 
 
 def buffer_places(module: nn.Module) -> dict[str, tuple[nn.Module, str]]:

@@ -20,6 +20,17 @@ def nothing_counts(step: int) -> Notice:
     )
 
 
+def not_saved(names: Sequence[str]) -> Notice:
+    """Say that forwards change attributes of these names that no checkpoint holds."""
+    return Notice(
+        cause=f"Forwards change {', '.join(names[:3])}{f' and {len(names) - 3} more' if len(names) > 3 else ''}, in "
+        "attributes of objects that checkpoints do not hold",
+        consequence="A run that is resumed finds them as they are made anew",
+        cure="Keep such state in buffers (register_buffer), or in attributes that hold numbers, texts, tensors, lists "
+        "or dicts",
+    )
+
+
 def more_than_there_are(effective_batch: int, num_samples: int) -> Notice:
     """Say that a step asks for more samples than the data has."""
     return Notice(

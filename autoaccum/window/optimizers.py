@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Sequence
+import sys
+from collections.abc import Callable, Iterable, Sequence
+from types import CodeType, FunctionType, ModuleType
 from typing import Any
 
 import torch
@@ -140,9 +142,12 @@ def check_optimizer(
     Raises:
         ArgumentTypeError: it is no optimizer.
         ForeignOptimizerError: it holds none of the parameters, nor anything else that is trained here.
+        ArgumentError: it steps on something else than gradients.
     """
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise ArgumentTypeError("optimizer", optimizer, accepted)
+    refuse_other_gradients(optimizer)
+    _refuse_other_types(optimizer)
     wanted = {id(p) for p in parameters}
     held = [p for group in optimizer.param_groups for p in group["params"]]
     if any(id(p) in wanted for p in held):
@@ -152,6 +157,54 @@ def check_optimizer(
     known = {id(tensor) for tensor in surroundings_of(functions).tensors}
     if not any(p.requires_grad and (id(p) in known or not isinstance(p, nn.Parameter)) for p in held):
         raise ForeignOptimizerError(optimizer)
+
+
+def _refuse_other_types(optimizer: torch.optim.Optimizer) -> None:
+    """Refuse an optimizer of PyTorch's that cannot step on gradients of another type than its parameters'.
+
+    Raises:
+        ArgumentError: it cannot, and a parameter's ``grad_dtype`` asks for that.
+    """
+    asked = {(p.dtype, type_of_gradient(p)) for group in optimizer.param_groups for p in group["params"]}
+    if all(own is other for own, other in asked) or not is_pytorchs(optimizer):
+        return
+    for own, other in asked:
+        tiny = nn.Parameter(torch.zeros(1, 1, dtype=own))
+        tiny.grad_dtype = other
+        tiny.grad = torch.ones(1, 1, dtype=other)
+        try:
+            type(optimizer)([tiny]).step()  # type: ignore[call-arg]
+        except RuntimeError as error:
+            accepted = f"one that steps on gradients of {other} for parameters of {own}, as SGD, Adagrad and RMSprop do"
+            cure = f"Or leave the parameters' grad_dtype as it is. ({str(error).partition(chr(10))[0]})"
+            raise ArgumentError("optimizer", type(optimizer).__name__, accepted, cure) from None
+
+
+def type_of_gradient(p: torch.Tensor) -> torch.dtype:
+    """Return of which type a parameter's gradient is: ``grad_dtype`` came with PyTorch 2.13."""
+    return getattr(p, "grad_dtype", None) or p.dtype
+
+
+def refuse_other_gradients(optimizer: torch.optim.Optimizer) -> None:
+    """Refuse an optimizer that steps on something that a backward leaves on parameters beside ``.grad``.
+
+    It is told by an attribute of parameters that is named after gradients, and that the optimizer's code reads.
+
+    Raises:
+        ArgumentError: it does.
+    """
+    if is_pytorchs(optimizer):
+        return
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    held = {name: value for p in parameters for name, value in vars(p).items() if "grad" in name}
+    named = {name for name, value in held.items() if value is None or isinstance(value, torch.Tensor | list)}
+    if not named or not (read := sorted(named & words_of(optimizer))):
+        return
+    cure = (
+        f"It reads p.{read[0]} of its parameters, which autoaccum neither weighs nor adds up. Step it in a loop of "
+        f"your own; for Opacus, opacus.utils.batch_memory_manager.BatchMemoryManager splits batches of any size."
+    )
+    raise ArgumentError("optimizer", type(optimizer).__name__, "an optimizer that steps on .grad", cure)
 
 
 def needs_closure(optimizer: torch.optim.Optimizer) -> bool:
@@ -185,6 +238,40 @@ def _arguments_of_step(optimizer: torch.optim.Optimizer) -> list[inspect.Paramet
     return [p for p in found if p.name != "self" and p.kind not in (p.KEYWORD_ONLY, p.VAR_KEYWORD)]
 
 
+def words_of(optimizer: torch.optim.Optimizer) -> frozenset[str]:
+    """Return the names and the texts in the code of an optimizer that is not PyTorch's own, and of what it calls."""
+    found: set[str] = set()
+    seen: set[int] = set()
+    wrapped = [one for one in vars(optimizer).values() if isinstance(one, torch.optim.Optimizer)]
+    classes = {kind: None for one in (optimizer, *wrapped) for kind in type(one).__mro__}
+    waiting: list[Any] = [value for kind in classes if not _is_of_a_tool(kind) for value in vars(kind).values()]
+    while waiting:
+        thing = waiting.pop()
+        if isinstance(thing, property):
+            waiting += [thing.fget, thing.fset]
+            continue
+        thing = inspect.unwrap(getattr(thing, "__func__", thing)) if callable(thing) else thing
+        code = thing if isinstance(thing, CodeType) else getattr(thing, "__code__", None)
+        if code is None or id(code) in seen:
+            continue
+        seen.add(id(code))
+        found |= {*code.co_names, *(text for text in code.co_consts if isinstance(text, str))}
+        waiting += [inner for inner in code.co_consts if isinstance(inner, CodeType)]
+        # Functions that it calls by a global name, or by that of a module.
+        named = [getattr(thing, "__globals__", {}).get(name) for name in code.co_names]
+        of_modules = [
+            getattr(one, name, None) for one in named if isinstance(one, ModuleType) for name in code.co_names
+        ]
+        waiting += [one for one in (*named, *of_modules) if isinstance(one, FunctionType) and not _is_of_a_tool(one)]
+    return frozenset(found)
+
+
+def _is_of_a_tool(thing: Any) -> bool:
+    return f"{thing.__module__}".partition(".")[0] in {"builtins", "torch", "numpy", *sys.stdlib_module_names} - {
+        "__main__"
+    }
+
+
 def allocate_state(optimizer: torch.optim.Optimizer, modules: Sequence[nn.Module] = ()) -> None:
     """Allocate now what PyTorch's optimizers allocate in their first step, so that it is in every measured peak.
 
@@ -216,13 +303,25 @@ def _allocate(optimizer: torch.optim.Optimizer, sparse: set[int]) -> None:
         if type(optimizer) is torch.optim.SGD and group["momentum"] and not group["dampening"]:
             for p in trained:
                 if id(p) not in sparse and optimizer.state[p].get("momentum_buffer") is None:
-                    optimizer.state[p]["momentum_buffer"] = torch.zeros_like(p)
+                    optimizer.state[p]["momentum_buffer"] = zero_gradient(p)
         # SparseAdam makes its state in the midst of its step: the same is made here. It is dense.
         if type(optimizer) is torch.optim.SparseAdam:
             for p in trained:
                 if not optimizer.state[p]:
                     moments = {name: torch.zeros_like(p) for name in ("exp_avg", "exp_avg_sq")}
                     optimizer.state[p] = {"step": 0, **moments}
+
+
+def zero_gradient(p: torch.Tensor) -> torch.Tensor:
+    """Return a gradient of zeros, of the type that the parameter's are of."""
+    return torch.zeros_like(p, dtype=type_of_gradient(p))
+
+
+def with_types_of(copies: Iterable[torch.Tensor], originals: Iterable[torch.Tensor]) -> None:
+    """Have copies of parameters ask for gradients of the same types, which ``copy.deepcopy`` forgets."""
+    for copy, p in zip(copies, originals, strict=True):
+        if type_of_gradient(p) is not type_of_gradient(copy):
+            copy.grad_dtype = type_of_gradient(p)
 
 
 def _allocate_by_init_group(
@@ -241,7 +340,7 @@ def _allocate_by_init_group(
     num_lists = len(inspect.signature(init_group).parameters) - 1
     try:
         for p in without:
-            p.grad = torch.zeros_like(p)
+            p.grad = zero_gradient(p)
         init_group(group, *([] for _ in range(num_lists)))
     finally:
         for p in without:

@@ -31,9 +31,9 @@ def of_window(start: int, size: int, num_samples: int) -> str:
 def tell_micro_batch(
     error: Exception, leaves: Callable[[], Iterable[object]], running: str, *, collate_fn: object = None
 ) -> None:
-    """Note on an error of an operation what autoaccum was running, for the size is its own choice.
+    """Note on an error what autoaccum was running, where the size is its own choice.
 
-    What a ``raise`` of the user's says is whole as it is.
+    What a ``raise`` says of the full batch is whole as it is.
 
     Args:
         error: that was raised.
@@ -43,14 +43,15 @@ def tell_micro_batch(
     """
     if isinstance(error, StopIteration):  # of an iterator of the user's
         _note(error, _READ_TO_THE_END)
-    if isinstance(error, AutoaccumError) or is_out_of_memory(error) or is_raised_by_hand(error):
+    is_part = running.startswith("had split")
+    if isinstance(error, AutoaccumError) or is_out_of_memory(error) or (is_raised_by_hand(error) and not is_part):
         return
     # What the user's code has made of the batch, or the user's class of the error, is not to hide the error itself.
     with suppress(Exception):
         shapes = [_described(leaf) for leaf in leaves() if isinstance(leaf, torch.Tensor)]
         shown = ", ".join([*shapes[:_SHOWN], *[f"and {len(shapes) - _SHOWN} more"] * (len(shapes) > _SHOWN)])
         told = f"autoaccum {running}{', of shapes ' * bool(shown)}{shown}."
-        if running.startswith("had split") and collate_fn in (None, default_collate):  # another one may pad
+        if is_part and collate_fn in (None, default_collate):  # another one may pad
             told += " The full batch differs in the number of samples only."
         _note(error, told)
 

@@ -32,7 +32,8 @@ from autoaccum.loss.hypotheses import WORDS
 from autoaccum.memory.oom import is_out_of_memory
 from autoaccum.planning.saved import PLAN, TUNER
 from autoaccum.ranks.units import is_distributed
-from autoaccum.window.modules import State, buffer_places, new_buffer_place
+from autoaccum.window.modules import State, buffer_places, load_optimizer, new_buffer_place
+from autoaccum.window.optimizers import with_types_of, zero_gradient
 
 _SCALER = entries(
     {
@@ -79,6 +80,7 @@ _RUNNER = entries(
     # Which came later.
     optionally={
         "verified": _VERIFIED,
+        "attributes": by_name(anything),
         "by_name": a(bool),
         "outputs": a(bool),
         "counted": parts(number(), whole(1)),
@@ -335,8 +337,6 @@ def check_optimizer(optimizer: torch.optim.Optimizer, state: Any, entry: str) ->
                 is_large = isinstance(value, torch.Tensor) and value.numel() > 1
                 if is_large and (other := seen.setdefault(id(value), below(name, of))) != below(name, of):
                     refuse(below(name, of), f"is the same tensor as {other}")
-        else:
-            a(dict)(values, name)
     if is_known and _is_of_torch(optimizer):
         _try_step(optimizer, state, entry)
 
@@ -398,6 +398,7 @@ def _try_step(optimizer: torch.optim.Optimizer, state: State, entry: str) -> Non
     names = inspect.signature(type(optimizer)).parameters
     for index, (group, saved) in enumerate(zip(optimizer.param_groups, state["param_groups"], strict=True)):
         tiny = [nn.Parameter(_tiny(p), requires_grad=p.requires_grad) for p in group["params"]]
+        with_types_of(tiny, group["params"])
         options = {name: _own(value) for name, value in saved.items() if name != "params"}
         kept = {}
         for number_of_tiny, number_of_p in enumerate(saved["params"]):
@@ -408,10 +409,11 @@ def _try_step(optimizer: torch.optim.Optimizer, state: State, entry: str) -> Non
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")
                 tried = type(optimizer)(tiny, **{name: value for name, value in options.items() if name in names})
-                tried.load_state_dict({"state": kept, "param_groups": [{**options, "params": list(range(len(tiny)))}]})
+                numbers = list(range(len(tiny)))
+                load_optimizer(tried, {"state": kept, "param_groups": [{**options, "params": numbers}]})
                 for p in tiny:
                     if p.requires_grad:
-                        zeros = torch.zeros_like(p)
+                        zeros = zero_gradient(p)
                         p.grad = zeros.to_sparse() if isinstance(optimizer, torch.optim.SparseAdam) else zeros
                 tried.step()
                 now = tried.param_groups[0]

@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import torch
+from torch.utils.checkpoint import CheckpointError
 
-from autoaccum.errors import AutoaccumError
 from autoaccum.memory.oom import is_out_of_memory, is_raised_by_hand
 
 
@@ -33,14 +33,10 @@ class Refusal(NamedTuple):
 def may_need_another(error: Exception) -> bool:
     """Return whether an error may be there for no more than that a micro-batch has one sample.
 
-    Operations say so as errors of shapes. What a user's own ``raise`` says is meant for the user, and data that cannot
-    be read stay so.
+    Operations say so as errors of shapes, libraries by assertions and errors of their own.
     """
-    if not isinstance(error, IndexError | RuntimeError | TypeError | ValueError):
-        return False
-    if isinstance(error, AutoaccumError | torch.AcceleratorError) or is_out_of_memory(error):
-        return False
-    return not is_raised_by_hand(error)
+    is_own = type(error).__module__.partition(".")[0] == "autoaccum" or isinstance(error, CheckpointError)
+    return not (is_own or isinstance(error, torch.AcceleratorError | StopIteration) or is_out_of_memory(error))
 
 
 def reason(error: Exception) -> str:
@@ -57,6 +53,8 @@ def of_one(error: Exception, num_samples: int) -> None:
     """
     if num_samples > 1:
         raise SingleSampleError(error) from error
+    if is_raised_by_hand(error):  # which says what it has to say
+        return
     error.add_note(
         "The window has one sample in all. Where that is what an epoch leaves, drop_last=True leaves it out, and "
         "another effective batch may leave more than one."

@@ -34,7 +34,7 @@ from torch.utils import _pytree as pytree
 from autoaccum.data import randomness
 from autoaccum.data.randomness import generator_state, set_generator_state
 from autoaccum.memory.oom import is_out_of_memory
-from autoaccum.window.attributes import Attributes, StandIn, objects_of
+from autoaccum.window.attributes import Attributes, StandIn, objects_of, version_of
 from autoaccum.window.outside import contents_of
 from autoaccum.window.surroundings import is_generator
 
@@ -881,11 +881,6 @@ class Forward(NamedTuple):
 
     again: Again
     spec: Any
-
-
-def version_of(tensor: torch.Tensor) -> int:
-    """Return how often a tensor was written to; 0 of one that does not count, as under ``inference_mode``."""
-    return 0 if tensor.is_inference() else tensor._version
 
 
 def draws_elsewhere(before: Any, after: Any) -> bool:

@@ -116,6 +116,10 @@ class State:
         """Return the bytes of what is kept of values."""
         return sum(value.nbytes for value in self._values)
 
+    def values(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """Return tensors with the values that they had, on the host."""
+        return list(zip(self._moving, self._values, strict=True))
+
     def moved(self) -> list[torch.Tensor]:
         """Return the tensors that have other values by now."""
         return [tensor for tensor, value in zip(self._moving, self._values, strict=True) if not same(tensor, value)]
@@ -165,6 +169,12 @@ class State:
                 set_generator_state(generator, state)
         insist(self._restore, "the state was put back")
 
+    def restore_parameters(self) -> None:
+        """Put back parameters alone, which a layer may set by the first batch that it sees."""
+        own = set(map(id, self._parameters))
+        pairs = [(tensor, value) for tensor, value in self.values() if id(tensor) in own]
+        insist(partial(_put_back, pairs), "parameters were put back")
+
     @torch.no_grad()
     def _restore(self) -> None:
         self._attributes.restore()
@@ -172,11 +182,7 @@ class State:
             cell.cell_contents = contents
         for namespace, name, value in self._names:
             namespace[name] = value
-        for tensor, value in zip(self._moving, self._values, strict=True):
-            if tensor.shape != value.shape:
-                tensor.data = value.to(tensor.device, copy=True)
-            elif not same(tensor, value):
-                tensor.detach().copy_(value)
+        _put_back(self.values())
 
 
 class Gradients:
@@ -204,6 +210,15 @@ class Gradients:
             p.grad = None
         for p, gradient in self._kept:
             p.grad = gradient.to(p.device)
+
+
+@torch.no_grad()
+def _put_back(pairs: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> None:
+    for tensor, value in pairs:
+        if tensor.shape != value.shape:
+            tensor.data = value.to(tensor.device, copy=True)
+        elif not same(tensor, value):
+            tensor.detach().copy_(value)
 
 
 def same(tensor: torch.Tensor, value: torch.Tensor) -> bool:

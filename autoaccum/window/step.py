@@ -41,6 +41,7 @@ from autoaccum.window.joined import JoinableTransaction
 from autoaccum.window.joined_shares import JoinedShares
 from autoaccum.window.joining import Outcome, SharedTransaction, share_of_one
 from autoaccum.window.meter import Meter
+from autoaccum.window.moving import Moving
 from autoaccum.window.optimizers import needs_closure
 from autoaccum.window.plans import Plans
 from autoaccum.window.saving import NotSaved, Saving
@@ -107,6 +108,8 @@ class Step:
         # two: what one has to hear of another is said here.
         self.job = job
         self.transaction = transaction
+        if transaction.together is None:  # of modules that lie here
+            transaction.moving = Moving(job.modules)
         # Where all ranks run each micro-batch together, and what one of them alone runs of the model would hang.
         self._sharded = transaction.together
         self.tuner = tuner
@@ -260,6 +263,7 @@ class Step:
             self._began, self._waited = clock.now(), group.waited_seconds
         while not isinstance(outcome := self._saving_memory(pieces, window), Gradient):
             self.transaction.roll_back()
+            self._examiner.put_back()
             self.meter.collect()
             if isinstance(outcome, Elsewhere):
                 pieces = pieces.again()
@@ -686,6 +690,7 @@ class Step:
 
     def _roll_back(self) -> None:
         self.transaction.roll_back()
+        self._examiner.put_back()
         self.meter.collect()
         self.meter.release()
         self.saving.end_window()
@@ -820,6 +825,8 @@ class Step:
     def state_dict(self) -> dict[str, Any]:
         """Return what has been found out about the loss, about memory and about time, and what was announced."""
         transaction, examiner = self.transaction.state_dict(), self._examiner.state_dict()
+        if self.transaction.moving is not None and self.transaction.moving.unsaved:
+            self.announcer.say_once(notices.not_saved(self.transaction.moving.unsaved))
         found = transaction | examiner
         return {
             "step": self.number,

@@ -2,20 +2,30 @@
 
 from __future__ import annotations
 
+import logging
+import sys
 import weakref
+from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from enum import Enum
+from functools import partial
+from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
 from typing import Any, Protocol
 
+import numpy as np
 import torch
+from torch import nn
 
+from autoaccum.data import randomness
 from autoaccum.errors import AlreadySteppedError, LossSideEffectError, OptimizerOutOfMemoryError
 from autoaccum.events import OutOfMemory
 from autoaccum.memory.base import Memory
 from autoaccum.memory.oom import RanOut, attempt, insist
 from autoaccum.window.closures import Closure, Mark
 from autoaccum.window.gradient import Gradient
-from autoaccum.window.optimizers import is_pytorchs, may_need_closure, refuse_closure
+from autoaccum.window.optimizers import is_pytorchs, may_need_closure, refuse_closure, refuse_other_gradients, words_of
+from autoaccum.window.surroundings import is_generator
 
 
 class WithoutClosureError(Exception):
@@ -81,8 +91,11 @@ class Stepper:
         Raises:
             OptimizerOutOfMemoryError: memory ran out, perhaps half-way through the parameters.
             WithoutClosureError: the very first step failed, and may not with a closure.
+            ArgumentError: the optimizer steps on something else than gradients; it has taken no step.
         """
         optimizer, writes = self._optimizer, self._writes
+        if step == 1:  # a backward may have been the first to leave something there
+            refuse_other_gradients(optimizer)
         writes.begin()
         left: list[Callable[[], Any]] = [optimizer.step]
         if scaler is not None and overflow is not None:  # the scaler itself would wait for the device to know
@@ -102,7 +115,7 @@ class Stepper:
                 if mark is None:
                     raise
                 if mark.is_of(self._parameters()) and not writes.are_in_state():
-                    raise WithoutClosureError(error, has_gradient=not writes.are_there()) from error
+                    raise WithoutClosureError(error, has_gradient=not writes.are_in_gradients()) from error
                 error.add_note(_IF_CLOSURE)
                 raise
             if not isinstance(outcome, RanOut):
@@ -112,7 +125,7 @@ class Stepper:
             # step before it has made of state is whole, and stays.
             is_whole = scaler is not None and len(left) == 1
             if not is_whole:
-                writes.take_out_new_state()
+                writes.put_back()
             is_counted = _counts(optimizer) if self._is_pytorchs else self._is_counted
             is_untouched = is_counted and not is_whole and not writes.are_there()
             if tries == RETRIES or not (is_whole or is_untouched):
@@ -210,37 +223,57 @@ def _scale_of(scaler: torch.amp.GradScaler) -> float:
     return insist(scaler.get_scale, "the loss scale was read")
 
 
-_PLAIN = (type(None), bool, int, float, complex, str, bytes)
+_UNCOUNTED = frozenset({"data", "data_ptr", "numpy"})
+"""By which a tensor is written to past its version counter."""
+_PLAIN = (type(None), bool, int, float, complex, str, bytes, torch.Size, torch.dtype, torch.device)
+OF_TORCH = frozenset({*vars(torch.optim.Optimizer([torch.zeros(())], {})), "step", "_opt_called"})
+"""Attributes that every optimizer has, or that a learning rate scheduler sets."""
 
 
 class Writes:
     """Writes of an optimizer's step, to its parameters, their gradients and their state, and to its groups.
 
     The version counter of a tensor rises with each write to it. Counters and plain values that are what they were say
-    that nothing was written; what nobody can look into counts as written to.
+    that nothing was written; what nobody can look into counts as written to. Plain values, and random states, can be
+    put back.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
         """Set up for the steps of one optimizer."""
         self._optimizer = optimizer
-        self._places = _Places(optimizer)
+        # Code that writes past counters, be it in some steps alone, leaves nothing to go by.
+        is_torchs = is_pytorchs(optimizer)
+        self._is_uncounted = not is_torchs and not _UNCOUNTED.isdisjoint(words_of(optimizer))
+        # PyTorch's own keep nothing on themselves, and draw nothing.
+        self._has_own = not (is_torchs or self._is_uncounted)
+        self._places = _of_state(optimizer)
         self.begin()
 
     def begin(self) -> None:
         """Note where everything stands before a step."""
         # State comes with the first step, and another dict of it when a checkpoint is loaded.
         if self._places.size != _size(self._optimizer):
-            self._places = _Places(self._optimizer)
+            self._places = _of_state(self._optimizer)
         self._before = self._places.marks()
         # Each window has gradients of its own. A hook may clip them, and a step add the weight decay: once.
         self._gradients = self._gradients_now()
+        if self._has_own:
+            self._own = _of_attributes(self._optimizer)
+            self._own_before, self._names = self._own.marks(), frozenset(vars(self._optimizer))
+            self._random = randomness.get_state(self._device())
+            generators = {id(one): one for places in (self._places, self._own) for one in places.generators}
+            self._drawn = [(one, randomness.generator_state(one)) for one in generators.values()]
+
+    def _device(self) -> torch.device:
+        return next((p.device for group in self._optimizer.param_groups for p in group["params"]), torch.device("cpu"))
 
     def _gradients_now(self) -> list[tuple[weakref.ref[torch.Tensor], int] | None]:
         """Return each parameter's gradient, where it has one, and its version counter."""
         gradients = [p.grad for group in self._optimizer.param_groups for p in group["params"]]
         return [None if gradient is None else (weakref.ref(gradient), gradient._version) for gradient in gradients]
 
-    def _are_gradients_written(self) -> bool:
+    def are_in_gradients(self) -> bool:
+        """Return whether gradients were written to, or replaced, since ``begin``."""
         parameters = [p for group in self._optimizer.param_groups for p in group["params"]]
         if len(parameters) != len(self._gradients):
             return True
@@ -257,13 +290,12 @@ class Writes:
 
     def are_there(self) -> bool:
         """Return whether anything was written since ``begin``, or may have been."""
-        return self.are_in_state() or self._are_gradients_written()
+        is_own = self._has_own and self._own.are_written(_of_attributes(self._optimizer), self._own_before)
+        return self._is_uncounted or is_own or self.are_in_state() or self.are_in_gradients()
 
     def are_in_state(self) -> bool:
-        """Return whether anything but gradients was written since ``begin``, or may have been."""
-        now = _Places(self._optimizer)
-        # A tensor in place of another one is a write too.
-        return now.is_opaque or not now.is_same(self._places) or now.marks() != self._before
+        """Return whether parameters, groups or state were written to since ``begin``, or may have been."""
+        return self._places.are_written(_of_state(self._optimizer), self._before)
 
     def are_everywhere(self) -> bool:
         """Return whether each parameter that has a gradient is known to have been written to."""
@@ -273,8 +305,11 @@ class Writes:
         # Parameters come first among the tensors.
         return all(before != after or p.grad is None for p, (before, after) in zip(parameters, versions, strict=False))
 
-    def take_out_new_state(self) -> None:
-        """Take out state that a failed step has begun to make: half of it would fail the next one."""
+    def put_back(self) -> None:
+        """Put back what a failed step has counted and drawn, and take out what it has begun to make.
+
+        Half of a state would fail the next step.
+        """
         state, known = self._optimizer.state, self._places.names
         for p in list(state):
             if p not in known:
@@ -282,39 +317,68 @@ class Writes:
             elif isinstance(state[p], dict):
                 for name in state[p].keys() - known[p]:
                     del state[p][name]
+        self._places.put_back(self._before[1])
+        if not self._has_own:
+            return
+        for name in vars(self._optimizer).keys() - self._names:
+            del vars(self._optimizer)[name]
+        self._own.put_back(self._own_before[1])
+        randomness.set_state(self._random, self._device())
+        for generator, drawn in self._drawn:
+            randomness.set_generator_state(generator, drawn)
 
 
-class _Places:
+class Places:
     """Where an optimizer keeps what its steps write."""
 
-    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
-        self.size = _size(optimizer)
-        self.names = {p: frozenset(kept if isinstance(kept, dict) else ()) for p, kept in optimizer.state.items()}
+    def __init__(self) -> None:
+        """Begin with none."""
+        self.size: tuple[int, ...] = ()
+        """Numbers that change with the parameters, and with the state of these."""
+        self.names: dict[Any, frozenset[Any]] = {}
+        """What is kept of each parameter."""
         self.is_opaque = False
+        """Whether there is something that nobody can look into."""
+        self.generators: list[Any] = []
+        """Random generators."""
         # Weakly, for a step that puts another tensor in place of one is to find the old one's memory free.
         self._tensors: list[weakref.ref[torch.Tensor]] = []
         self._plain: list[tuple[Any, Any]] = []  # containers, and where in them a plain value is
-        for group in optimizer.param_groups:
-            self._tensors += map(weakref.ref, group["params"])
-        for group in optimizer.param_groups:
-            self._collect({name: value for name, value in group.items() if name != "params"}, group)
-        for kept in optimizer.state.values():
-            self._collect(kept, kept)
+        self._seen: set[int] = set()  # of containers and objects
 
-    def _collect(self, values: Any, container: Any) -> None:
+    def add(self, values: Any, container: Any) -> None:
         """Find the tensors and the plain values below ``values``, which lie in the container under the same keys."""
-        if not isinstance(values, dict | list | tuple):
-            self.is_opaque = True
+        if id(container) in self._seen:
             return
+        self._seen.add(id(container))
         for key, value in values.items() if isinstance(values, dict) else enumerate(values):
             if isinstance(value, torch.Tensor):
                 self._tensors.append(weakref.ref(value))
-            elif type(value) in _PLAIN:
+            elif _is_value(value):
                 self._plain.append((container, key))
-            else:
-                self._collect(value, value)
+            elif isinstance(value, dict | list | tuple | deque):
+                self.add(value, value)
+            elif is_generator(value):
+                self.generators.append(value)
+            elif _is_looked_into(value):
+                self.add(vars(value), vars(value))
+            elif not isinstance(value, _CODE):
+                self.is_opaque = True
 
-    def is_same(self, other: _Places) -> bool:
+    def leave_out(self, tensors: set[int]) -> None:
+        """Forget tensors, by their ids."""
+        self._tensors = [ref for ref in self._tensors if id(ref()) not in tensors]
+
+    def are_written(self, now: Places, before: tuple[list[int | None], list[Any]]) -> bool:
+        """Return whether anything was written since these places were marked, or may have been."""
+        return now.is_opaque or self.differ(now, before)
+
+    def differ(self, now: Places, before: tuple[list[int | None], list[Any]]) -> bool:
+        """Return whether anything was written, as far as it shows."""
+        # A tensor in place of another one is a write too.
+        return not self._is_same(now) or now.marks() != before
+
+    def _is_same(self, other: Places) -> bool:
         """Return whether both have found the same tensors, and as many plain values."""
         if len(self._tensors) != len(other._tensors) or len(self._plain) != len(other._plain):
             return False
@@ -324,6 +388,50 @@ class _Places:
         """Return the version counters of the tensors, and the plain values."""
         versions = [None if (tensor := ref()) is None else tensor._version for ref in self._tensors]
         return versions, [container[key] for container, key in self._plain]
+
+    def put_back(self, plain: list[Any]) -> None:
+        """Put plain values back where they were; what has become of their containers, ``are_written`` tells."""
+        for (container, key), value in zip(self._plain, plain, strict=True):
+            if isinstance(container, dict) or (not isinstance(container, tuple) and key < len(container)):
+                container[key] = value
+
+
+def _is_value(value: Any) -> bool:
+    if type(value) is tuple:
+        return all(map(_is_value, value))
+    return type(value) in _PLAIN or isinstance(value, Enum | np.generic)
+
+
+_CODE = (type, ModuleType, FunctionType, BuiltinFunctionType, MethodType, partial, logging.Logger)
+"""What no step writes to."""
+
+
+def _is_looked_into(value: Any) -> bool:
+    """Return whether an object's attributes are all that it keeps, as far as anybody can tell."""
+    if isinstance(value, _CODE) or not hasattr(value, "__dict__"):
+        return False
+    is_tools = type(value).__module__.partition(".")[0] in {"torch", "numpy", *sys.stdlib_module_names} - {"__main__"}
+    return not is_tools or isinstance(value, torch.optim.Optimizer | nn.Module)
+
+
+def _of_state(optimizer: torch.optim.Optimizer) -> Places:
+    """Return the places of parameters, which come first, of groups and of state."""
+    found = Places()
+    found.size = _size(optimizer)
+    found.names = {p: frozenset(kept if isinstance(kept, dict) else ()) for p, kept in optimizer.state.items()}
+    for group in optimizer.param_groups:
+        found.add(group["params"], group["params"])
+    for group in optimizer.param_groups:
+        found.add({name: value for name, value in group.items() if name != "params"}, group)
+    found.add(optimizer.state, optimizer.state)
+    return found
+
+
+def _of_attributes(optimizer: torch.optim.Optimizer) -> Places:
+    """Return the places of what an optimizer keeps on itself."""
+    found, own = Places(), vars(optimizer)
+    found.add({name: value for name, value in own.items() if name not in OF_TORCH}, own)
+    return found
 
 
 def _size(optimizer: torch.optim.Optimizer) -> tuple[int, ...]:

@@ -47,6 +47,7 @@ from autoaccum.window.gradient import (
     nothing_counts,
 )
 from autoaccum.window.job import Forward, Job, is_slow_to_read
+from autoaccum.window.moving import Moving
 from autoaccum.window.named import Named, counted_beforehand
 from autoaccum.window.outputs import Outputs
 from autoaccum.window.precision import fresh_scaler
@@ -66,6 +67,8 @@ class Transaction:
     """The ranks that share each window; None where there is one: see ``joining``."""
     is_abandoned = False  # whether other ranks have made the window's end void, so that it is run again
     together: Any = None  # itself, where all ranks run each micro-batch of it at the same time: see ``sharding``
+    moving: Moving | None = None
+    """Attributes that are put back with a window, and saved; set by whoever runs windows of a run."""
     is_joined = False  # whether other ranks know what this one has computed: then what fails concerns all of them
 
     def __init__(
@@ -142,6 +145,8 @@ class Transaction:
         if self.is_unscaled:  # a window that was never stepped on, for something was raised between the two
             self._renew_scaler()
         self.snapshot.take()
+        if self.moving is not None:
+            insist(self.moving.take, "attributes were copied")
         self.signs.of_modes(self.snapshot.modes(), has_other_layers=self.snapshot.has_other_layers)
         self._begun = self._state() if self._job.state == "window" else None
         self.is_open, self._has_totals, self._shown_totals, self._num_repeats = True, False, None, 0
@@ -478,6 +483,8 @@ class Transaction:
         """
         self.repeat()
         self.snapshot.restore()
+        if self.moving is not None:
+            insist(self.moving.restore, "attributes were put back")
         if self._begun is not None:
             self._begun.restore()
         self._renew_scaler()
@@ -493,6 +500,8 @@ class Transaction:
         found |= {"by_name": True} if self.counts_by_name else {}
         found |= {"scaler": None if self.scaler is None else self.scaler.state_dict()}
         # What came later is there only once it says something.
+        moved = {} if self.moving is None else self.moving.state_dict()
+        found |= {"attributes": moved} if moved else {}
         found |= {"outputs": True} if self.outputs.are_there else {}
         return found | self._foresight.state_dict() | self._contributions.state_dict()
 
@@ -500,6 +509,8 @@ class Transaction:
         """Put back what ``state_dict`` returned."""
         self._is_deferred = state["_deferred"]
         self.outputs.are_there = state.get("outputs", False)
+        if self.moving is not None:
+            self.moving.load_state_dict(state.get("attributes", {}))
         self.counts_by_name = self.counts_by_name or state.get("by_name", False)
         for part in (self._foresight, self._contributions):
             part.load_state_dict(state)

@@ -349,3 +349,84 @@ def test_dataclasses_are_structure() -> None:
     moved = batches.to_device({"told": whole}, CPU, copy=True)["told"]
     assert torch.equal(moved.x, whole.x)
     assert moved.x.data_ptr() != whole.x.data_ptr()
+
+
+class Named(torch.Tensor):
+    """A tensor with a name for each row, and what belongs to all of them; no operation hands these on."""
+
+    names: Any
+    info: Any
+
+
+class Bare(Named):
+    """One whose slices are plain tensors, as those of torchvision's are."""
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        with torch._C.DisableTorchFunctionSubclass():
+            return func(*args, **(kwargs or {}))
+
+
+def named(cls: type[Any], rows: list[int]) -> Any:
+    found = torch.tensor(rows, dtype=torch.float64)[:, None].expand(-1, 2).clone().as_subclass(cls)
+    found.names = [str(row) for row in rows]
+    found.info = {"offset": torch.tensor(rows), "size": (8, 8), "unit": "mm"}
+    return found
+
+
+def is_named(found: Any, rows: list[int]) -> bool:
+    assert found.as_subclass(torch.Tensor)[:, 0].tolist() == rows == found.info["offset"].tolist()
+    return bool(found.names == [str(row) for row in rows] and found.info["size"] == (8, 8))
+
+
+@pytest.mark.parametrize("cls", [Named, Bare])
+def test_attributes_of_a_tensor_subclass_go_with_its_rows(cls: type[Any]) -> None:
+    whole = named(cls, [0, 1, 2, 3, 4])
+    batch = {"image": whole, "label": torch.arange(5)}
+    parts = [batches.take(batch, start, stop) for start, stop in ((1, 3), (4, 5))]
+    assert is_named(parts[0]["image"], [1, 2])
+    joined = batches.concat(parts)["image"]
+    assert type(joined) is cls
+    assert is_named(joined, [1, 2, 4])
+    assert is_named(batches.pick(whole, torch.tensor([3, 0])), [3, 0])
+    moved = batches.to_device(batch, torch.device("cpu"), copy=True)["image"]
+    assert type(moved) is cls
+    assert is_named(moved, [0, 1, 2, 3, 4])
+    moved.info["offset"].zero_()
+    moved.names.clear()
+    assert is_named(whole, [0, 1, 2, 3, 4])
+
+
+def test_parts_whose_attributes_differ_are_not_joined() -> None:
+    first, second = named(Named, [0]), named(Named, [1, 2])
+    second.info["unit"] = "cm"
+    with pytest.raises(DataError, match="unit.*belongs to a whole batch"):
+        batches.concat([first, second])
+
+
+def test_a_parameter_is_a_tensor_without_attributes() -> None:
+    found = batches.take(torch.nn.Parameter(torch.ones(3)), 0, 2)
+    assert type(found) is torch.Tensor
+
+
+def test_images_of_monai_keep_what_is_known_of_each() -> None:
+    monai = pytest.importorskip("monai.data")
+    rows = [
+        monai.MetaTensor(
+            torch.full((1, 2, 2), float(row)), affine=torch.eye(4) * (row + 1), meta={"name": f"{row}.nii"}
+        )
+        for row in range(5)
+    ]
+    whole = monai.list_data_collate([{"image": row} for row in rows])
+
+    def holds(found: Any, rows: list[int]) -> bool:
+        assert found.is_batch
+        assert found.meta["name"] == [f"{row}.nii" for row in rows]
+        assert found.affine[:, 0, 0].tolist() == [row + 1 for row in rows]
+        return bool(found.as_tensor()[:, 0, 0, 0].tolist() == rows)
+
+    parts = [batches.take(whole, start, stop)["image"] for start, stop in ((1, 3), (4, 5))]
+    assert holds(parts[0], [1, 2])
+    assert holds(batches.concat(parts), [1, 2, 4])
+    assert holds(batches.pick(whole["image"], torch.tensor([3, 0])), [3, 0])
+    assert holds(batches.to_device(whole, torch.device("cpu"), copy=True)["image"], [0, 1, 2, 3, 4])

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch.utils.data import default_collate
 
-from autoaccum.data.collating import collate_of, collate_without_lists, plain_collate, unlike
+from autoaccum.data.collating import Counted, collate_of, collate_without_lists, plain_collate, unlike
 from autoaccum.errors import DataError
 
 
@@ -58,7 +58,7 @@ def test_lists_of_numbers_are_refused_where_nobody_has_made_them_so() -> None:
 
 
 def test_who_collates() -> None:
-    assert collate_of(list, []) is list
+    assert isinstance(collate_of(list, []), Counted)
     assert collate_of(default_collate, []) is collate_without_lists
     assert collate_of(default_collate, torch.utils.data.TensorDataset(torch.ones(1))) is plain_collate
     datasets = pytest.importorskip("datasets")
@@ -83,3 +83,48 @@ def test_the_cure_for_pairs_of_different_lengths_pads_them() -> None:
     collate = eval(written, {"torch": torch})
     inputs, targets = collate(samples)
     assert (inputs.shape, targets.tolist()) == ((2, 3, 2), [2, 3])
+
+
+class TestSamplesThatGetLost:
+    """A collate_fn is refused if what comes out depends on fewer samples than went in."""
+
+    SAMPLES = tuple(torch.full((2, 3), float(index)) for index in range(4))
+
+    @pytest.mark.parametrize(
+        "collate",
+        [lambda samples: samples[0], lambda samples: samples[-1], lambda samples: torch.stack(samples[:2])],
+        ids=["first", "last", "first two"],
+    )
+    def test_they_are_refused(self, collate: Any) -> None:
+        with pytest.raises(
+            DataError, match=r"collate_fn loses samples: of 4 .* DataLoader\(dataset, batch_size=None\)"
+        ):
+            Counted(collate)(list(self.SAMPLES))
+        Counted(collate)([self.SAMPLES[0]])
+
+    @pytest.mark.parametrize(
+        "collate",
+        [
+            torch.stack,
+            torch.cat,
+            lambda samples: torch.cat(samples)[None],
+            lambda samples: torch.stack([one for one in samples if one[0, 0] != 3]),
+            lambda samples: sum(samples),
+            lambda samples: {"text": "no rows", "of": samples},
+        ],
+        ids=["stack", "cat", "flat", "filter", "sum", "list"],
+    )
+    def test_others_are_not(self, collate: Any) -> None:
+        for count in (1, 2, 4):
+            Counted(collate)(list(self.SAMPLES[:count]))
+
+    def test_what_is_none_is_left_out_and_rows_that_are_as_many_cost_no_second_call(self) -> None:
+        calls = []
+
+        def collate(samples: list[Any]) -> torch.Tensor:
+            calls.append(len(samples))
+            return torch.stack([one for one in samples if one is not None])
+
+        Counted(collate)([*self.SAMPLES, None])
+        Counted(collate)(list(self.SAMPLES))
+        assert calls == [5, 4]

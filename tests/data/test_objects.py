@@ -8,7 +8,9 @@ from typing import Any
 import pytest
 import torch
 from torch.nn.utils.rnn import pack_sequence, pad_packed_sequence
+from torch.utils.data import DataLoader
 
+from autoaccum import fit
 from autoaccum.data import batches, objects
 from tests.graphs import DynamicBatch, GraphBatch, graphs
 
@@ -124,3 +126,102 @@ def test_bytes_of_what_can_be_seen() -> None:
     assert batches.num_bytes(one) == 8 * (3 + 2)
     assert batches.num_bytes([one, one]) == 2 * 8 * (3 + 2)
     assert batches.num_bytes(packed()) == 4 * sum(LENGTHS)
+
+
+def collection(count: int = 7) -> Any:
+    """A TensorDict with a nested one, texts of each row, one text for all, and a name for its dim."""
+    tensordict = pytest.importorskip("tensordict")
+    rows = torch.arange(count, dtype=torch.float64)
+    return tensordict.TensorDict(
+        {
+            "x": rows[:, None].expand(-1, 3).clone(),
+            "y": rows.clone(),
+            "next": tensordict.TensorDict({"x": rows + 100}, [count]),
+            "texts": [str(row) for row in range(count)],
+            "source": tensordict.NonTensorData("a file", batch_size=[count]),
+        },
+        [count],
+        names=["time"],
+    )
+
+
+def holds(found: Any, rows: list[int]) -> bool:
+    """Whether a TensorDict holds those rows and all else that it held."""
+    assert found.names == ["time"]
+    assert found["source"] == "a file"
+    assert list(found["texts"]) == [str(row) for row in rows]
+    assert found["next"].batch_size == found.batch_size == torch.Size([len(rows)])
+    return bool(found["y"].tolist() == found["x"][:, 0].tolist() == (found["next", "x"] - 100).tolist() == rows)
+
+
+@pytest.mark.parametrize("is_locked", [False, True])
+def test_a_collection_is_cut_and_joined_and_picked_with_all_that_it_holds(is_locked: bool) -> None:
+    whole = collection().lock_() if is_locked else collection()
+    assert objects.cut(whole, 0, 7) is whole
+    assert batches.num_samples({"data": whole, "labels": torch.ones(7)}) == 7
+    assert holds(objects.cut(whole, 2, 5), [2, 3, 4])
+    assert holds(objects.join([objects.cut(whole, 4, 6), objects.cut(whole, 0, 1)]), [4, 5, 0])
+    assert holds(batches.pick(whole, torch.tensor([3, 1])), [3, 1])
+    part = batches.to_device(batches.take(whole, 1, 3), CPU, copy=True)
+    part["x"].zero_()
+    assert holds(whole, list(range(7)))
+
+
+def test_a_tensorclass_is_one_and_so_are_rows_of_other_lengths() -> None:
+    tensordict = pytest.importorskip("tensordict")
+    made = tensordict.make_tensordict
+    lazy = tensordict.LazyStackedTensorDict.lazy_stack([made({"x": torch.ones(1 + row)}) for row in range(4)])
+    part = objects.join([objects.cut(lazy, 2, 4), objects.cut(lazy, 0, 1)])
+    assert [row["x"].numel() for row in part.unbind(0)] == [3, 4, 1]
+    assert sum(tensor.numel() for tensor in objects.tensors(lazy)) == 10
+
+    class Pair:
+        x: torch.Tensor
+        text: str
+
+    Pair.__annotations__ = {"x": torch.Tensor, "text": str}
+    pair = tensordict.tensorclass(Pair)(x=torch.arange(4), text="all", batch_size=[4])
+    part = batches.take(pair, 1, 3)
+    assert (type(part), part.x.tolist(), part.text) == (type(pair), [1, 2], "all")
+
+
+def test_one_without_rows_of_its_own_is_cut_tensor_by_tensor() -> None:
+    tensordict = pytest.importorskip("tensordict")
+    found = batches.take(tensordict.TensorDict({"x": torch.arange(4)}, []), 1, 3)
+    assert found["x"].tolist() == [1, 2]
+
+
+def weighted(model: Any, batch: Any) -> torch.Tensor:
+    weights = torch.tensor([float(text) for text in batch["texts"]], dtype=torch.float64)
+    loss: torch.Tensor = ((model(batch["x"]).squeeze(1) - batch["next", "x"]).pow(2) * weights).mean()
+    return loss
+
+
+@pytest.mark.parametrize("make", [lambda rows: rows, lambda rows: DataLoader(rows, 7, collate_fn=lambda rows: rows)])
+def test_data_that_are_a_collection_are_read_by_rows(make: Any) -> None:
+    seen: list[int] = []
+
+    def step(model: Any, batch: Any) -> torch.Tensor:
+        seen.extend(map(int, batch["texts"]))
+        assert batch.names == ["time"]
+        return weighted(model, batch)
+
+    torch.manual_seed(0)
+    model, copy = torch.nn.Linear(3, 1).double(), torch.nn.Linear(3, 1).double()
+    copy.load_state_dict(model.state_dict())
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-4)
+    weighted(copy, collection()).backward()
+    right = [p.detach() - 1e-4 * p.grad for p in copy.parameters() if p.grad is not None]
+    fit(
+        model,
+        make(collection()),
+        training_step=step,
+        effective_batch=7,
+        micro_batch=2,
+        optimizer=optimizer,
+        epochs=1,
+        progress=False,
+    )
+    assert {*seen} == set(range(7))
+    for p, wanted in zip(model.parameters(), right, strict=True):
+        torch.testing.assert_close(p.detach(), wanted, rtol=1e-12, atol=1e-12)

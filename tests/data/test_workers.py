@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import subprocess
 import sys
 import traceback
@@ -12,12 +14,39 @@ import pytest
 import torch
 from torch import nn
 from torch.nn.functional import cross_entropy
-from torch.utils.data import Dataset
+from torch.utils.data import DataLoader, Dataset, IterableDataset, get_worker_info
 
 import autoaccum
 from autoaccum.errors import DataError
 
 OPTIONS: dict[str, Any] = {"effective_batch": 16, "loss_fn": cross_entropy, "progress": False, "device": "cpu"}
+
+
+class Killed(Dataset[Any]):
+    """Samples of which one ends the worker that reads it, as the kernel does when memory runs out."""
+
+    def __len__(self) -> int:
+        return 40
+
+    def __getitem__(self, index: int) -> Any:
+        if index == 27 and get_worker_info() is not None:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return torch.ones(4), torch.tensor(index % 3)
+
+
+class KilledStream(IterableDataset[Any]):
+    """The same without indices."""
+
+    def __iter__(self) -> Any:
+        return map(Killed().__getitem__, range(40))
+
+
+# PyTorch leaves a file of its own open where it raises.
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+@pytest.mark.parametrize("dataset", [Killed(), KilledStream()])
+def test_a_worker_that_was_killed_says_what_to_do(dataset: Any) -> None:
+    with pytest.raises(DataError, match="a worker ended without an error of Python .*fewer workers.*num_workers=0"):
+        autoaccum.fit(nn.Linear(4, 3), DataLoader(dataset, 8, num_workers=1), **OPTIONS)
 
 
 class Broken(Dataset[Any]):

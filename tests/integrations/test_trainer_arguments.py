@@ -17,6 +17,7 @@ from torch.utils.data import DataLoader
 from transformers import Trainer
 
 from autoaccum.errors import ArgumentError, ArgumentTypeError, ConflictingArgumentsError
+from autoaccum.integrations.trainer_arguments import makes_batches
 from autoaccum.integrations.transformers import AutoAccumMixin, AutoAccumTrainer
 from tests.integrations.trainer_runs import arguments, collate, gpt2, made, texts
 
@@ -160,3 +161,13 @@ def test_two_ranks_train_what_the_stock_trainer_does_on_two(tmp_path: Path) -> N
         assert ours["losses"] == pytest.approx(logged, rel=1e-6)
     assert found["ours"][0]["losses"] == found["ours"][1]["losses"]
     assert (tmp_path / "checkpoint-3" / "autoaccum_1.pt").exists()
+
+
+def test_training_steps_that_make_their_batches_are_told_by_their_code() -> None:
+    from trl import DPOTrainer, RewardTrainer, SFTTrainer
+    from trl.experimental.gkd import GKDTrainer
+    from trl.experimental.online_dpo import OnlineDPOTrainer
+
+    assert all(makes_batches(kind.training_step) for kind in (GKDTrainer, OnlineDPOTrainer))
+    kept = (SFTTrainer, DPOTrainer, RewardTrainer, Trainer)
+    assert not any(makes_batches(kind.training_step) for kind in kept)

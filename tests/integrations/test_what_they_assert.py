@@ -198,7 +198,7 @@ class TestAccelerate:
 
         model = nn.Linear(3, 1)
         accumulator = autoaccum.Accumulator(model, torch.optim.SGD(model.parameters(), lr=0.1), loss_fn=loss_fn)
-        with pytest.raises(ValueError, match=r"^own$"):
+        with pytest.raises(ValueError, match="own"):
             accumulator.step((torch.randn(16, 3), torch.randn(16, 1)))
 
     def test_arguments_that_it_passes_itself_are_answered(self) -> None:

@@ -45,6 +45,7 @@ def trainer(micro_batch: Any = 3, model: nn.Module | None = None, **options: Any
     torch.manual_seed(5)
     data = torch.randn(12, 3), torch.randint(0, 2, (12,))
     arguments = {"loss_fn": cross_entropy, "effective_batch": 6, "lr": 0.1, "steps": 1, "device": DEVICE} | options
+    arguments = {"accumulate": "weighted"} | arguments  # or state that moves with each micro-batch would be joined
     return autoaccum.Trainer(
         Remembering() if model is None else model, data, micro_batch=micro_batch, progress=False, cache=False,
         **arguments,

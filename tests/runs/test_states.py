@@ -7,9 +7,9 @@ import enum
 import json
 import math
 import random
-from collections import Counter, OrderedDict, defaultdict
+from collections import Counter, OrderedDict, defaultdict, deque, namedtuple
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
@@ -49,13 +49,56 @@ def same(a: Any, b: Any) -> bool:
         return (a.dtype, a.shape, a.tobytes()) == (b.dtype, b.shape, b.tobytes())
     if isinstance(a, dict):
         return same(list(a), list(b)) and all(same(a[key], b[key]) for key in a)
-    if isinstance(a, (list, tuple)):
+    if isinstance(a, deque) and a.maxlen != b.maxlen:
+        return False
+    if isinstance(a, (list, tuple, deque)):
         return len(a) == len(b) and all(map(same, a, b))
     if isinstance(a, complex):
         return same(a.real, b.real) and same(a.imag, b.imag)
     if isinstance(a, float):
         return (math.isnan(a) and math.isnan(b)) or (a, math.copysign(1, a)) == (b, math.copysign(1, b))
     return bool(a == b)
+
+
+class Colour(enum.Enum):
+    RED = 1
+
+
+class Level(enum.IntEnum):
+    LOW = 1
+
+
+class Pair(NamedTuple):
+    left: Any
+    right: Any
+
+
+class Scaled(torch.Tensor):
+    """A tensor that consists of two, as quantised ones do."""
+
+    codes: torch.Tensor
+    scale: torch.Tensor
+
+    @staticmethod
+    def __new__(cls, codes: torch.Tensor, scale: torch.Tensor) -> Scaled:
+        return torch.Tensor._make_wrapper_subclass(cls, codes.shape, dtype=torch.float32)  # type: ignore[attr-defined, no-any-return]
+
+    def __init__(self, codes: torch.Tensor, scale: torch.Tensor) -> None:
+        self.codes, self.scale = codes, scale
+
+    def __tensor_flatten__(self) -> tuple[list[str], Any]:
+        return ["codes", "scale"], {"kind": Colour.RED}
+
+    @classmethod
+    def __tensor_unflatten__(cls, inner: Any, context: Any, size: Any, stride: Any) -> Scaled:
+        assert context == {"kind": Colour.RED}
+        return cls(inner["codes"], inner["scale"])
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.aten.detach.default:
+            return cls(args[0].codes, args[0].scale)
+        raise NotImplementedError(func)
 
 
 DTYPES = sorted(states._DTYPES)
@@ -68,6 +111,9 @@ VALUES: dict[str, Any] = {
     "a dict that looks like ours": {"tensor": "0"},
     "containers": ((), [], {}, [[]], ((1,), [2, (3,)]), {3, "a"}, frozenset({4}), torch.Size([2, 3])),
     "dicts": (OrderedDict(b=1, a=2), Counter("abracadabra"), defaultdict(list, a=[1]), defaultdict(dict)),
+    "deques": [deque([1, (2,)], maxlen=3), deque()],
+    "enums": [Colour.RED, Level.LOW],
+    "named tuples": Pair([Colour.RED], Pair(1, None)),
     "types": [torch.bfloat16, torch.device("cuda", 3), torch.device("cpu")],
     "0-dim": [torch.tensor(value) for value in (3.5, 3, True, 1j)],
     "empty": [torch.empty(0), torch.empty(0, 3, dtype=torch.bfloat16), torch.empty(2, 0, dtype=torch.complex128)],
@@ -88,6 +134,17 @@ VALUES: dict[str, Any] = {
 def test_what_goes_in_comes_out(tmp_path: Path, name: str, copied: bool) -> None:
     _, state = through_files(tmp_path, {}, VALUES[name], copy=copied)
     assert same(state, VALUES[name])
+
+
+def test_a_tensor_that_consists_of_others_is_one_again(tmp_path: Path) -> None:
+    moment = Scaled(torch.tensor([1, 2], dtype=torch.int8), torch.tensor(0.5))
+    other = Scaled(moment.codes, moment.scale)
+    weights, state = through_files(tmp_path, {"0.weight": moment}, [moment, other, moment])
+    assert [type(one) for one in (*weights.values(), *state)] == [Scaled] * 4
+    assert state[0] is state[2]
+    assert state[1] is not state[0]
+    assert same([state[0].codes, state[0].scale], [moment.codes, moment.scale])
+    assert state[0].codes is state[1].codes, "what two of them share is shared"
 
 
 @pytest.mark.filterwarnings("ignore:ComplexHalf support")
@@ -362,14 +419,6 @@ def test_scalers_and_averaged_models(tmp_path: Path) -> None:
 # What is refused.
 
 
-class Colour(enum.Enum):
-    RED = 1
-
-
-class Level(enum.IntEnum):
-    LOW = 1
-
-
 class Sub(torch.Tensor):
     pass
 
@@ -385,8 +434,8 @@ PARAMETER = nn.Parameter(torch.zeros(2))
 REFUSED: dict[str, tuple[Any, str, str]] = {
     "a function": ({"lr_scheduler": {"lr_lambdas": [len]}}, "lr_scheduler.lr_lambdas[0]", "builtin_function_or_method"),
     "a lambda": ({"f": (0, lambda: 1)}, "f[1]", "function"),
-    "an enum": ({"a": {0: Colour.RED}}, "a[0]", "Colour"),
-    "an enum of ints": ({"a b": {"c": Level.LOW}}, "['a b'].c", "Level"),
+    "an enum that a function made": ({"a": {0: enum.Enum("Made", "ONE").ONE}}, "a[0]", "Made"),
+    "a named tuple that a function made": ({"a b": {"c": namedtuple("Made", "x")(1)}}, "['a b'].c", "Made"),
     "a kind of str": ([Name("x")], "[0]", "Name"),
     "an object": (object(), "state", "builtins.object"),
     "a module": ({"m": nn.Linear(1, 1)}, "m", "Linear"),
@@ -441,6 +490,14 @@ def test_weights_that_cannot_be_kept() -> None:
         {"dict": [[], 1]},
         {},
         {"int": "1", "float": "1"},
+        {"enum": ["os", "system", "RED"]},
+        {"enum": [__name__, "Colour", "__class__"]},
+        {"enum": [__name__, "Pair", "left"]},
+        {"enum": ["not_imported", "Colour", "RED"]},
+        {"named": [__name__, "Pair", [1]]},
+        {"named": ["subprocess", "Popen", ["true"]]},
+        {"composed": [0, "builtins", "exec", [], None, [], []]},
+        {"composed": [0, "torch", "Tensor", [], None, [], []]},
     ],
 )
 def test_trees_that_make_no_sense_make_nothing(tree: Any) -> None:

@@ -251,3 +251,15 @@ class TestNoTrace:
             return [*model.parameters(), *model.buffers()]
 
         assert all(torch.equal(a, b) for a, b in zip(train(False), train(True), strict=True))
+
+
+def test_hooks_that_step_are_refused_before_they_have_stepped() -> None:
+    model = mlp()
+    optimizers = {p: torch.optim.SGD([p], lr=0.1) for p in model.parameters()}
+    for p in model.parameters():
+        p.register_post_accumulate_grad_hook(lambda p: optimizers[p].step())
+    before = [p.detach().clone() for p in model.parameters()]
+    with pytest.raises(errors.LossSideEffectError, match=r"a hook, .* called optimizer\.step\(\)"):
+        autoaccum.probe(model, classes(8), loss_fn=cross_entropy, device="cpu")
+    assert all(map(torch.equal, before, model.parameters()))
+    optimizers[model[0].weight].step()  # which is refused no longer

@@ -578,6 +578,7 @@ def test_of_windows() -> None:
 # Nothing that changes in a run is forgotten.
 
 NOT_KEPT = {
+    "Order._newest": "of the pass that runs; the next one begins where it was left",
     "Strays.windows": "whose steps are watched: those of this process",
     # Of this process alone.
     "Shortages._looks": "what is written of them is in files",
@@ -655,6 +656,9 @@ NOT_KEPT = {
     "Snapshot._copies": "taken before each window",
     "Snapshot._buffers": "taken before each window",
     "Snapshot._random": "taken before each window",
+    "Attributes._contents": "taken before each window",
+    "Moving._number": "what moves is looked for in the first windows anew",
+    "Moving._marks": "the same",
 }
 """What may differ between a run and one that was resumed where it stands, with the reason."""
 READ_ANEW = {"Meter", "Pressure", "SimulatedMemory", "Retries", "RunDirectory", "PastOfRun", "ProgressBar", "Narrator"}

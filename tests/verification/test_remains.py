@@ -15,7 +15,8 @@ from torch.nn import functional as F
 
 import autoaccum
 from autoaccum.events import Notice
-from autoaccum.verification.remains import is_of_a_part, remains_of
+from autoaccum.verification.remains import Remains
+from autoaccum.window.state import State
 from tests.devices import DEVICE, there
 from tests.verification.making import DOUBLE
 
@@ -172,15 +173,102 @@ _seen = 0.0
 
 
 @pytest.mark.device
-def test_what_is_alike_but_for_rounding_is_no_part() -> None:
+def test_what_is_alike_but_for_rounding_is_no_other() -> None:
     model = there(Queue())
-    before = remains_of(model.modules())
-    model.keys[0] += 1.0
-    whole = remains_of(model.modules())
-    assert not is_of_a_part(before, whole, whole)
-    assert is_of_a_part(before, whole, before)
-    model.keys[0] += 1e-9
-    assert not is_of_a_part(before, whole, remains_of(model.modules()))
-    model.keys = model.keys[1:]  # of another shape: it holds what is as long as a batch
-    assert not is_of_a_part(before, whole, remains_of(model.modules()))
-    assert [name for _, name in remains_of(there(Normed()).modules())] == ["keys"]
+    keys, found = model.keys, model.keys.clone()
+    state = State([model], [], keys.device, [*model.parameters()])
+    remains = Remains(state)
+    keys[0] += 1.0
+    remains.take()
+    assert remains.others() == []
+    keys[0] += 1e-9
+    assert remains.others() == []
+    keys.copy_(found)
+    keys[1] += 1.0
+    assert [one is keys for one in remains.others()] == [True]
+    model.keys = found.clone().index_add_(0, torch.tensor([0], device=keys.device), torch.ones_like(keys[:1]))
+    assert remains.others() == [], "a buffer is known by its place"
+    model.keys = keys[1:]  # of another shape: it holds what is as long as a batch
+    assert remains.others() == []
+
+
+class Tracking(nn.Module):
+    """A net with statistics that only evaluation reads; by ``kind``."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.kind, self.net = kind, nn.Linear(6, 1, dtype=DOUBLE)
+        self.norm = nn.InstanceNorm1d(3, track_running_stats=True, dtype=DOUBLE)
+        self.register_buffer("mean", torch.zeros(6, dtype=DOUBLE))
+        self.register_buffer("calls", torch.tensor(0))
+        self.held = torch.zeros(6, dtype=DOUBLE)
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        mean = inputs.mean(0).detach()
+        if self.kind == "a layer's own":
+            inputs = self.norm(inputs.reshape(-1, 3, 2)).flatten(1)
+        elif self.kind == "in place":
+            self.mean.lerp_(mean, 0.1)
+        elif self.kind == "through .data":
+            self.mean.data.mul_(0.9).add_(mean, alpha=0.1)
+        elif self.kind == "a buffer that is replaced":
+            self.mean = 0.9 * self.mean + 0.1 * mean
+        elif self.kind == "a count of calls":
+            self.calls += 1
+        elif self.kind == "a tensor in an attribute":
+            self.held = self.held.to(mean)
+            self.held.lerp_(mean, 0.1)
+        elif self.kind == "a sum over samples":
+            self.mean += inputs.sum(0).detach()
+        else:
+            self.last = inputs.detach()
+        return self.net(inputs)
+
+    def left(self) -> dict[str, torch.Tensor]:
+        return {**self.state_dict(), "held": self.held}
+
+
+KINDS = ["a layer's own", "in place", "through .data", "a buffer that is replaced", "a count of calls"]
+KINDS += ["a tensor in an attribute", "a sum over samples", "the last outputs"]
+WEIGHTED = KINDS[-2:]
+
+
+@pytest.mark.device
+@pytest.mark.parametrize("kind", KINDS)
+def test_state_that_only_evaluation_reads_is_that_of_full_batches(kind: str) -> None:
+    inputs = torch.randn(4, 12, 6, dtype=DOUBLE, generator=torch.Generator().manual_seed(1)) + 1
+    left, rules = [], set()
+    for micro_batch in (12, 4):
+        model = there(Tracking(kind))
+        accumulator = autoaccum.Accumulator(
+            model, torch.optim.SGD(model.parameters(), lr=0.1), micro_batch=micro_batch,
+            training_step=lambda model, batch: model(batch).square().mean(),
+        )  # fmt: skip
+        for batch in there(inputs):
+            accumulator.step(batch)
+        left.append(model.left())
+        assert not [event for event in accumulator.events if isinstance(event, Notice)]
+        rules |= {type(event).__name__ for event in accumulator.events} & {"Joined"}
+    for name, value in left[0].items():
+        torch.testing.assert_close(left[1][name], value, rtol=1e-9, atol=1e-12, msg=name)
+    assert rules == (set() if kind in WEIGHTED else {"Joined"})
+
+
+@pytest.mark.device
+def test_state_of_weighted_micro_batches_is_told_by_name() -> None:
+    inputs = torch.randn(12, 6, dtype=DOUBLE, generator=torch.Generator().manual_seed(1))
+    options: dict[str, Any] = {"training_step": lambda model, batch: model(batch).square().mean()}
+    report = autoaccum.check(there(Tracking("in place")), there(inputs), accumulate="weighted", **options)
+    assert report.passed
+    assert report.notice is not None
+    assert report.notice.cause.startswith("Forwards write to mean, and what a step leaves there depends")
+    assert autoaccum.check(there(Tracking("in place")), there(inputs), **options).accumulate == "joined"
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", autoaccum.AutoaccumWarning)
+        result = autoaccum.fit(
+            there(Tracking("in place")), inputs, effective_batch=6, micro_batch=2, device=DEVICE, progress=False,
+            accumulate="weighted", **options,
+        )  # fmt: skip
+    told = [event for event in result.events if isinstance(event, Notice)]
+    assert [notice.cause for notice in told] == [report.notice.cause]

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import copy
-from typing import Any
+import enum
+from collections import OrderedDict, defaultdict, deque
+from typing import Any, NamedTuple
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -95,6 +98,28 @@ def test_a_buffer_of_the_same_shape_stays_the_tensor_that_it_is() -> None:
     assert before.tolist() == [3.0, 3.0]
 
 
+class Quantised(nn.Module):
+    """It writes a scale that it does not read, as layers do whose weights are quantised when they are moved."""
+
+    def __init__(self, scale: float) -> None:
+        super().__init__()
+        self.scale = torch.tensor(scale)
+        self.register_buffer("codes", torch.ones(2, dtype=torch.int8))
+
+    def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        destination[prefix + "codes.scale"] = self.scale
+
+
+def test_what_a_layer_writes_and_does_not_read_has_to_be_the_same() -> None:
+    saved = state_of_modules([Quantised(0.5)])
+    load_modules([Quantised(0.5)], saved, CPU)
+    with pytest.raises(ValueError, match=r"Quantised does not read 'codes\.scale'"):
+        load_modules([Quantised(0.25)], saved, CPU)
+    with pytest.raises(ValueError, match="Linear lacks 'weight', 'bias'; does not read 'codes'"):
+        load_modules([nn.Linear(1, 1)], saved, CPU)
+
+
 class InFloat32(torch.optim.Optimizer):
     """Its momentum has more bits than its parameters."""
 
@@ -120,6 +145,61 @@ def test_what_an_optimizer_keeps_in_more_bits_than_its_parameters_is_not_rounded
         assert second.state[p]["momentum"].tolist() == [third.item()] * 2
         assert second.state[p]["step"] == 3
     assert [group["lr"] for group in second.param_groups] == [0.05, 0.25]
+
+
+class Side(enum.Enum):
+    ROWS = "rows"
+
+
+class Moments(NamedTuple):
+    first: torch.Tensor
+    names: tuple[str, ...]
+
+
+class Wrapped(torch.optim.Optimizer):
+    """It writes its state in a form of its own, which holds that of what it wraps."""
+
+    def __init__(self, inner: torch.optim.Optimizer) -> None:
+        super().__init__(inner.param_groups, inner.defaults)
+        self.inner = inner
+
+    def state_dict(self) -> Any:
+        return {"wrapped": self.inner.state_dict()}
+
+    def load_state_dict(self, state_dict: Any) -> None:
+        self.inner.load_state_dict(state_dict["wrapped"])
+
+
+KEPT: dict[str, Any] = {
+    "a list": lambda: [torch.full((2,), 1 / 3, dtype=torch.float64)],
+    "dicts of several kinds": lambda: OrderedDict(a=defaultdict(list, b=[torch.zeros(2, dtype=torch.int8)])),
+    "a text": lambda: "rows",
+    "an enum": lambda: Side.ROWS,
+    "a named tuple": lambda: Moments(torch.full((2,), 1 / 3, dtype=torch.float64), ("i,j", "j")),
+    "a deque": lambda: deque([torch.full((2,), 1 / 3, dtype=torch.float64)], maxlen=3),
+    "a size": lambda: torch.Size([2, 3]),
+    "a set": lambda: {1, 2},
+    "an array": lambda: np.zeros(2),
+    "whole numbers": lambda: torch.tensor([2**40 + 1]),
+    "bytes": lambda: b"ab",
+}
+
+
+@pytest.mark.parametrize("is_wrapped", [False, True])
+@pytest.mark.parametrize("name", KEPT)
+def test_what_an_optimizer_keeps_comes_back_of_the_same_type(name: str, is_wrapped: bool) -> None:
+    p = nn.Parameter(torch.zeros(2, dtype=torch.bfloat16))
+    first, second = InFloat32([p]), InFloat32([p])
+    first.state[p] = {"kept": KEPT[name](), "deeper": [{"kept": KEPT[name]()}]}
+    first.state["of none"] = {"kept": KEPT[name]()}  # type: ignore[index]
+    saved = copy.deepcopy((Wrapped(first) if is_wrapped else first).state_dict())
+    load_optimizer(Wrapped(second) if is_wrapped else second, saved)
+    found = dict(second.state)
+    assert repr(found) == repr(dict(first.state))
+    assert type(found[p]["kept"]) is type(first.state[p]["kept"])
+    assert getattr(found[p]["kept"], "maxlen", None) == getattr(first.state[p]["kept"], "maxlen", None)
+    assert torch.optim.Optimizer.load_state_dict.__module__ == "torch.optim.optimizer"
+    second.load_state_dict(torch.optim.SGD([p], lr=0.1).state_dict())  # as it is without us
 
 
 def test_an_optimizer_that_took_no_step_has_nothing_to_come_back() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ from torch import nn
 from torch.nn.functional import cross_entropy
 from torch.optim import Optimizer
 
+import autoaccum
 from autoaccum.errors import (
     ArgumentError,
     ArgumentTypeError,
@@ -20,7 +22,14 @@ from autoaccum.errors import (
 )
 from autoaccum.testing import oom_at
 from autoaccum.training.trainer import Trainer
-from autoaccum.window.optimizers import allocate_state, make_optimizer, trainable_parameters
+from autoaccum.window.optimizers import (
+    allocate_state,
+    check_optimizer,
+    make_optimizer,
+    trainable_parameters,
+    with_types_of,
+    words_of,
+)
 from tests.models import classes, mlp
 
 CONFIGURATIONS: dict[str, list[dict[str, Any]]] = {
@@ -445,3 +454,101 @@ class TestTrainableParameters:
                 trainable_parameters(model, [])
         with pytest.raises(ArgumentTypeError, match=r"model='Linear'.*not an instance: make one, Linear\(\.\.\.\)"):
             trainable_parameters(nn.Linear, [])
+
+
+class OfHelpers(torch.optim.SGD):
+    """It reads an attribute of parameters in a function that its step calls."""
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for p in self.param_groups[0]["params"]:
+            _helper(p)
+
+
+def _helper(p: Any) -> Any:
+    return [getattr(one, "by_text", None) for one in (p.by_name,)]
+
+
+def test_words_of_an_optimizer_are_those_of_what_it_calls_too() -> None:
+    found = words_of(OfHelpers([nn.Parameter(torch.ones(1))], lr=0.1))
+    assert {"by_name", "by_text", "_helper"} <= found
+    assert "momentum_buffer" not in found, "PyTorch's own code is known"
+
+
+class OnSamples(torch.optim.SGD):
+    """It steps on a gradient for each sample, which hooks leave on parameters, as differential privacy does."""
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for p in self.param_groups[0]["params"]:
+            p.data -= 0.1 * p.grad_sample.sum(0)
+
+
+@pytest.mark.parametrize("is_early", [True, False])
+def test_what_steps_on_something_else_than_gradients_is_refused_before_its_first_step(is_early: bool) -> None:
+    model = mlp()
+    for p in model.parameters():
+        if is_early:
+            p.grad_sample = None  # type: ignore[attr-defined]
+        p.register_hook(lambda gradient, p=p: setattr(p, "grad_sample", gradient[None]))
+    before = [p.detach().clone() for p in model.parameters()]
+    with pytest.raises(ArgumentError, match=r"steps on \.grad.* reads p\.grad_sample .*BatchMemoryManager"):
+        Trainer(
+            model, classes(12), effective_batch=6, loss_fn=cross_entropy, progress=False, cache=False, micro_batch=2,
+            optimizer=OnSamples(model.parameters(), lr=0.1),
+        ).fit()  # fmt: skip
+    assert all(map(torch.equal, before, model.parameters()))
+
+
+def test_what_is_left_on_parameters_for_others_is_none_of_an_optimizers() -> None:
+    model = mlp()
+    for p in model.parameters():
+        p.grad_norms, p.grad_of_teacher = [1.0], None  # type: ignore[attr-defined]
+    check_optimizer(OfHelpers(model.parameters(), lr=0.1), list(model.parameters()))
+    check_optimizer(torch.optim.SGD(model.parameters(), lr=0.1), list(model.parameters()))
+
+
+needs_types_of_gradients = pytest.mark.skipif(
+    not hasattr(torch.zeros(()), "grad_dtype"), reason="grad_dtype came with PyTorch 2.13"
+)
+
+
+def halves() -> nn.Module:
+    torch.manual_seed(0)
+    model = nn.Linear(6, 1).bfloat16()
+    for p in model.parameters():
+        p.grad_dtype = torch.float32
+    return model
+
+
+@needs_types_of_gradients
+@pytest.mark.filterwarnings("ignore::autoaccum.AutoaccumWarning")
+@pytest.mark.parametrize("kind", [torch.optim.SGD, torch.optim.Adagrad, torch.optim.RMSprop, torch.optim.Adafactor])
+def test_gradients_of_another_type_than_their_parameters(kind: Any, tmp_path: Path) -> None:
+    inputs = torch.randn(24, 6).bfloat16()
+    model = halves()
+    options = {"momentum": 0.9} if kind is torch.optim.SGD else {}
+    for steps in (2, 4):
+        model = halves()
+        autoaccum.fit(
+            model, inputs, effective_batch=12, micro_batch=4, training_step=lambda model, batch: model(batch).square().mean(),
+            optimizer=lambda ps: kind(ps, lr=0.1, **options), steps=steps, run_dir=tmp_path, device="cpu", progress=False,
+            shuffle=False,
+        )  # fmt: skip
+    plain = halves()
+    optimizer = kind(plain.parameters(), lr=0.1, **options)
+    for batch in inputs.split(12) * 2:
+        optimizer.zero_grad()
+        plain(batch).square().mean().backward()
+        optimizer.step()
+    for p, expected in zip(model.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(p, expected, rtol=0.05, atol=0.05)
+    copy = halves()
+    copy.weight.grad_dtype = torch.bfloat16
+    with_types_of(copy.parameters(), model.parameters())
+    assert copy.weight.grad_dtype is torch.float32
+
+
+@needs_types_of_gradients
+def test_an_optimizer_that_cannot_step_on_them_is_refused() -> None:
+    model = halves()
+    with pytest.raises(ArgumentError, match=r"gradients of torch.float32 for parameters of torch.bfloat16"):
+        autoaccum.Accumulator(model, torch.optim.AdamW(model.parameters()), loss_fn=nn.functional.mse_loss)

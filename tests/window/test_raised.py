@@ -91,16 +91,21 @@ def test_nothing_that_goes_wrong_with_the_telling_hides_the_error() -> None:
     tell_micro_batch(ValueError("no samples"), endless, "was running")
 
 
-def test_what_the_user_raises_is_left_as_it_is() -> None:
+@pytest.mark.parametrize("micro_batch", [6, 3])
+def test_what_is_raised_by_hand_is_noted_where_the_batch_was_split(micro_batch: int) -> None:
     def step(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
         raise ValueError("mine")
 
-    with pytest.raises(ValueError, match=r"^mine$") as raised:
+    with pytest.raises(ValueError, match="mine") as raised:
         autoaccum.fit(
             nn.Linear(4, 1), torch.randn(6, 4), training_step=step, effective_batch=6, progress=False, device="cpu",
-            cache=False,
+            cache=False, micro_batch=micro_batch,
         )  # fmt: skip
-    assert not hasattr(raised.value, "__notes__")
+    told = (
+        "autoaccum had split the step's 6 samples and was running a micro-batch of 3 (samples 0 to 2), of shapes (3, 4)"
+    )
+    notes = getattr(raised.value, "__notes__", ())
+    assert [note.partition(". ")[0] for note in notes] == [told] * (micro_batch < 6)
 
 
 def test_the_range_of_whole_numbers_is_told_where_there_is_one() -> None:

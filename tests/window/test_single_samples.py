@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from torch import nn
 from torch.nn import functional
 
 import autoaccum
@@ -24,7 +25,8 @@ def test_which_errors_may_be_those_of_a_single_sample() -> None:
     assert may_need_another(raised(lambda: functional.batch_norm(one, None, None, training=True)))
     assert may_need_another(raised(lambda: one.squeeze().softmax(1)))
     assert may_need_another(raised(lambda: len(torch.tensor(0.0))))
-    assert not may_need_another(raised(lambda: {}["key"]))
+    assert may_need_another(AssertionError("batch size > 1 but found 1"))
+    assert not may_need_another(StopIteration())
     assert not may_need_another(torch.OutOfMemoryError())
     assert not may_need_another(autoaccum.AutoaccumError())
 
@@ -49,3 +51,18 @@ def test_of_a_window_of_one_sample_it_is_noted_how_it_is_left_out() -> None:
     of_one(error, 1)
     (note,) = error.__notes__
     assert "drop_last=True leaves it out" in note
+
+
+@pytest.mark.parametrize("kind", [AssertionError, ValueError, NotImplementedError])
+def test_what_a_library_refuses_of_one_sample_is_computed_of_two(kind: type[Exception]) -> None:
+    def step(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
+        if len(batch) < 2:
+            raise kind("batch size > 1, but found 1")
+        return model(batch).square().mean()
+
+    result = autoaccum.fit(
+        nn.Linear(4, 1), torch.randn(12, 4), training_step=step, effective_batch=6, progress=False, device="cpu",
+        cache=False,
+    )  # fmt: skip
+    assert result.num_steps == 2
+    assert min(size for report in result.history for size in report.micro_batches) > 1

@@ -174,6 +174,9 @@ class Told:
     def begin_attempt(self, number: int, announce: Any, way: object, spare_bytes: int | None) -> None:
         """Do nothing."""
 
+    def put_back(self) -> None:
+        pass
+
     def break_off(self) -> None:
         """Do nothing."""
 

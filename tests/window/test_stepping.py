@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import random
+from contextlib import nullcontext
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -51,6 +54,53 @@ class Pointers(Optimizer):
             p.detach().numpy()[:] -= 0.5
         if self.fails:
             raise torch.OutOfMemoryError("CUDA out of memory.")
+
+
+class Tracker:
+    def __init__(self) -> None:
+        self.seen = 0
+
+
+class Counts(Optimizer):
+    """It draws, and counts on itself and below, before it writes to anything."""
+
+    def __init__(self, parameters: list[nn.Parameter], opaque: object = None) -> None:
+        super().__init__(parameters, {"lr": 0.5, "taken": 0})
+        self.taken, self.names, self.tracker, self.opaque = 0, ["a"], Tracker(), opaque
+        self.generator = torch.Generator().manual_seed(5)
+
+    def count(self) -> None:
+        self.taken += 1
+        self.names[0] += "b"
+        self.tracker.seen += 1
+        self.param_groups[0]["taken"] += 1
+        if self.taken == 3:
+            self.late = True
+
+    @torch.no_grad()
+    def step(self, closure: object = None) -> None:  # type: ignore[override]
+        self.count()
+        draws = random.random() + float(np.random.rand()) + float(torch.rand((), generator=self.generator))
+        for p in self.param_groups[0]["params"]:
+            noise = torch.rand(()) + draws + self.taken + self.tracker.seen + self.param_groups[0]["taken"]
+            p.sub_(noise * len(self.names[0]))
+
+
+class ThroughData(Optimizer):
+    """It decays through ``.data``, which moves no counter, and then writes by an operation that moves one."""
+
+    def __init__(self, parameters: list[nn.Parameter]) -> None:
+        super().__init__(parameters, {"lr": 0.5})
+
+    @torch.no_grad()
+    def step(self, closure: object = None) -> None:  # type: ignore[override]
+        for p in self.param_groups[0]["params"]:
+            decay(p)
+            p.add_(p.grad * -0.5)
+
+
+def decay(p: torch.Tensor) -> None:
+    p.data.mul_(0.9)
 
 
 HERE = memory_of(torch.device(DEVICE))
@@ -169,6 +219,43 @@ class TestStepper:
         stepping.take(None, 1, 2**20)
         optimizer.fails = True
         with pytest.raises(OptimizerOutOfMemoryError, match="may be half-stepped"):
+            stepping.take(None, 2, 2**20)
+
+    def run(self, make: Any, operation: int | None = None) -> tuple[list[float], str, int]:
+        """Take three steps, the second of which may run out of memory; return where they end and how often it did."""
+        torch.manual_seed(0)
+        random.seed(0)
+        np.random.seed(0)
+        parameter, events = nn.Parameter(torch.ones(2)), list[Any]()
+        optimizer = make([parameter])
+        stepping = Stepper(optimizer, HERE, events.append)
+        for step in (1, 2, 3):
+            parameter.grad = torch.ones(2)
+            with oom_at(operation) if step > 1 and operation else nullcontext():
+                stepping.take(None, step, 2**20)
+        own = {name: value for name, value in vars(optimizer).items() if isinstance(value, int | list | Tracker)}
+        return parameter.tolist(), str([own["taken"], own["names"], own["tracker"].seen]), len(events)
+
+    @pytest.mark.device
+    def test_a_step_that_is_tried_again_draws_and_counts_the_same(self) -> None:
+        expected = self.run(Counts)
+        for operation in (1, 2, 3):  # before it has written
+            *found, retries = self.run(Counts, operation)
+            assert (*found, 0) == expected
+            assert retries == 2
+
+    @pytest.mark.device
+    def test_what_nobody_can_look_into_is_not_tried_again(self) -> None:
+        with pytest.raises(OptimizerOutOfMemoryError, match="may be half-stepped"):
+            self.run(lambda parameters: Counts(parameters, opaque=iter([1, 2])), 1)
+
+    @pytest.mark.device
+    def test_writes_through_data_are_not_tried_again(self) -> None:
+        parameter = nn.Parameter(torch.ones(2))
+        stepping = Stepper(ThroughData([parameter]), HERE)
+        parameter.grad = torch.ones(2)
+        stepping.take(None, 1, 2**20)
+        with oom_at(2), pytest.raises(OptimizerOutOfMemoryError, match="may be half-stepped"):
             stepping.take(None, 2, 2**20)
 
     def scaler_that_fails_once(self, parameter: nn.Parameter, optimizer: Optimizer) -> torch.amp.GradScaler:

@@ -1,0 +1,125 @@
+"""Digests of the samples that were trained on, by which a run that goes on knows whether the data are the same."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import fields, is_dataclass
+from hashlib import blake2b
+from itertools import islice
+from typing import Any
+
+import numpy as np
+import torch
+from torch.utils._python_dispatch import _disable_current_modes
+
+from autoaccum._kinds import Check, a, anything, entries, whole
+from autoaccum.errors import DataError
+
+_BYTES = 4096
+"""Read so many of a tensor, evenly spread."""
+_ENTRIES = 64
+"""Look at so many entries of a list or a dict."""
+_DEEPEST = 8
+"""Levels of a sample that are looked into."""
+EACH = 64
+"""Samples from the beginning of an epoch of which each is read; ``EVERY`` so manieth after them."""
+EVERY = 16
+
+_REACHED: dict[str, Check] = {"position": whole(), "digest": a(str)}
+SAVED: Check = entries(
+    {"epoch": whole(), **_REACHED},
+    optionally={
+        "first": entries(_REACHED),
+        "generators": a(list), "carried": a(list), "start": whole(), "before": a(str), "batches": a(bool),
+        "state": anything,
+    },
+)  # fmt: skip
+"""Checks what a source has saved of its place."""
+
+
+class Rolling:
+    """A digest of samples or batches, one after the other."""
+
+    def __init__(self, value: str = "") -> None:
+        """Continue with the ``value`` that another one has come to."""
+        self.value = value
+
+    def add(self, thing: Any) -> None:
+        """Add a sample or a batch."""
+        digest = blake2b(self.value.encode(), digest_size=8)
+        with _disable_current_modes():  # in which this would be taken for an operation of training
+            _add(digest.update, thing, _DEEPEST)
+        self.value = digest.hexdigest()
+
+
+def is_read(position: int) -> bool:
+    """Return whether the sample at a position of an epoch is part of its digest."""
+    return position < EACH or not position % EVERY
+
+
+_OF_NUMPY = (torch.float32, torch.float64, torch.int64, torch.int32, torch.uint8, torch.bool)
+
+
+def _is_plain(tensor: torch.Tensor) -> bool:
+    return tensor.layout is torch.strided and not (tensor.is_nested or tensor.is_neg() or tensor.requires_grad)
+
+
+def _add(update: Any, thing: Any, levels: int) -> None:
+    """Add the bytes of a value, of large ones a part; of objects that nobody knows their types alone."""
+    # What a process makes anew, an address or a handle, must not count: it would be another one in the next process.
+    # NumPy takes the numbers of most tensors as they lie, without an operation; it has no bfloat16 and the like.
+    if type(thing) is torch.Tensor and thing.device.type == "cpu" and thing.dtype in _OF_NUMPY and _is_plain(thing):
+        thing = thing.numpy()
+    if isinstance(thing, torch.Tensor):
+        is_plain = thing.layout is torch.strided and not thing.is_meta and not thing.is_nested
+        update(f"{tuple(thing.shape) if not thing.is_nested else ''}{thing.dtype}".encode())
+        if is_plain:
+            numbers = thing.detach().reshape(-1)
+            step = -(-numbers.nbytes // _BYTES) | 1 if numbers.nbytes > _BYTES else 1
+            some = numbers[::step].resolve_conj().resolve_neg().cpu().contiguous()
+            update(some.view(torch.uint8).numpy().data)  # as bytes, for NumPy has no bfloat16
+    elif isinstance(thing, np.ndarray | np.generic):
+        thing = np.asarray(thing)
+        update(f"{thing.shape}{thing.dtype.str}".encode())
+        if thing.dtype.kind not in "OV":
+            numbers = thing.reshape(-1)
+            step = -(-numbers.nbytes // _BYTES) | 1 if numbers.nbytes > _BYTES else 1
+            update(numbers[::step].tobytes())
+    elif isinstance(thing, str | bytes):
+        update(repr((len(thing), thing[:_BYTES])).encode(errors="surrogatepass"))
+    elif thing is None or isinstance(thing, bool | int | float | complex):
+        update(f"{thing!r},".encode())
+    else:
+        update(f"{type(thing).__name__}(".encode())
+        if not levels:
+            return
+        if isinstance(thing, Mapping):
+            update(f"{len(thing)}".encode())
+            for key, value in islice(thing.items(), _ENTRIES):
+                _add(update, key, levels - 1)
+                _add(update, value, levels - 1)
+        elif isinstance(thing, list | tuple):
+            update(f"{len(thing)}".encode())
+            for value in thing[:_ENTRIES]:
+                _add(update, value, levels - 1)
+        elif is_dataclass(thing):
+            for field in fields(thing):
+                _add(update, getattr(thing, field.name, None), levels - 1)
+        elif hasattr(thing, "__array_interface__"):  # an image of Pillow
+            _add(update, np.asarray(thing), levels - 1)
+
+
+def refuse_others(kind: str, epoch: int, position: int) -> None:
+    """Raise the error for data that are others than those that were trained on.
+
+    Raises:
+        DataError: always.
+    """
+    raise DataError(
+        f"data: the first {position} samples of epoch {epoch} are not those that this run was trained on. The order or "
+        f"the content of the data ({kind}) depends on something that is not in the checkpoint, such as a counter of "
+        f"epochs, a generator of workers that persist, or files that have changed. To go on would lose samples and "
+        f"read others twice. Give it set_epoch(epoch), or state_dict() and load_state_dict(); or draw from the global "
+        f"generators of torch, numpy or random, which autoaccum seeds for each epoch. If the data were changed, undo "
+        f"that, or pass resume=False to begin anew."
+    )

@@ -1,0 +1,94 @@
+"""What an optimizer of another library keeps on itself, beside ``state`` and ``param_groups``: saved, or announced."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from autoaccum._kinds import below, refuse, shown
+from autoaccum.errors import CheckpointStateError
+from autoaccum.runs.states import pack
+from autoaccum.window.modules import State, beside
+from autoaccum.window.optimizers import is_pytorchs
+from autoaccum.window.stepping import OF_TORCH, Places
+
+
+class OptimizerAttributes:
+    """The attributes of one optimizer, which its ``state_dict`` may leave out."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        """Note what they are before the first step."""
+        self._optimizer = optimizer
+        self._before = {name: (places := self._places(name), places.marks()) for name in self._names()}
+
+    def _names(self) -> list[str]:
+        # PyTorch's own keep nothing there that is more than a cache. What one wraps is in its state_dict.
+        if is_pytorchs(self._optimizer):
+            return []
+        own = vars(self._optimizer).items()
+        return [name for name, value in own if name not in OF_TORCH and not isinstance(value, torch.optim.Optimizer)]
+
+    def _places(self, name: str) -> Places:
+        found, own = Places(), vars(self._optimizer)
+        found.add({name: own[name]}, own)
+        # Parameters, and what is kept of each, are saved apart.
+        apart: list[Any] = [p for group in self._optimizer.param_groups for p in group["params"]]
+        for kept in self._optimizer.state.values():
+            apart += kept.values() if isinstance(kept, dict) else [kept]
+        found.leave_out({id(tensor) for tensor in apart})
+        return found
+
+    def _is_kept(self, value: Any) -> bool:
+        """Return whether a checkpoint can hold a value: neither parameters themselves, nor anything by their ids."""
+        parameters = [p for group in self._optimizer.param_groups for p in group["params"]]
+        if _has_key(value, {id(p) for p in parameters}):
+            return False
+        try:
+            packed = pack({}, value)
+        except CheckpointStateError:
+            return False
+        places = {p.untyped_storage()._cdata for p in parameters if p.layout is torch.strided}
+        return all(tensor.untyped_storage()._cdata not in places for tensor in packed.others.values())
+
+    def state_dict(self) -> State:
+        """Return those that a checkpoint can hold."""
+        own = vars(self._optimizer)
+        return {name: own[name] for name in self._names() if self._is_kept(own[name])}
+
+    def lost(self) -> list[str]:
+        """Return the names of those that steps have changed, and that no checkpoint holds."""
+        kept, found = self.state_dict(), []
+        for name in self._names():
+            if name not in kept:
+                before = self._before.get(name)
+                if before is None or before[0].differ(self._places(name), before[1]):
+                    found.append(name)
+        return found
+
+    def check(self, state: Any, entry: str) -> None:
+        """Check what ``load_state_dict`` is to put back.
+
+        Raises:
+            CheckpointCorruptError: it would take the place of a method, or of what PyTorch keeps there.
+        """
+        if type(state) is not dict:
+            refuse(entry, f"is {shown(state)}, not a dict")
+        for name in state:
+            if type(name) is not str or name in OF_TORCH or hasattr(type(self._optimizer), name):
+                refuse(below(entry, name), "is no attribute of the optimizer's own")
+
+    def load_state_dict(self, state: State) -> None:
+        """Put back what ``state_dict`` returned."""
+        parameters = [p for group in self._optimizer.param_groups for p in group["params"]]
+        own = vars(self._optimizer)
+        for name, value in state.items():
+            there = own.get(name)
+            like = there if isinstance(there, torch.Tensor) else parameters[0]
+            own[name] = beside(like, value, {}) if parameters else value
+
+
+def _has_key(value: Any, keys: set[int]) -> bool:
+    if isinstance(value, dict):
+        return any(type(key) is int and key in keys for key in value) or _has_key(list(value.values()), keys)
+    return isinstance(value, list | tuple) and any(_has_key(entry, keys) for entry in value)

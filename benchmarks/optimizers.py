@@ -1,0 +1,340 @@
+"""Whether optimizers of several libraries train, resume and meet full memory as in a plain loop.
+
+    python benchmarks/optimizers.py
+    python benchmarks/optimizers.py torch timm
+
+In a fresh environment with torch==2.13.0, pytorch_optimizer==4.1.0, timm==1.0.31, schedulefree==1.4.1,
+prodigyopt==1.1.2, torchao==0.18.0, bitsandbytes==0.50.2 and heavyball==3.2.1; a library that is not installed is left
+out. A small model in float64 (float32 where the optimizer asks for it) takes six steps of 8 samples in micro-batches of
+3. Each optimizer is made with the defaults that it has, and draws the same random numbers in each run. Each line runs
+in a process of its own.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import importlib
+import importlib.metadata
+import inspect
+import json
+import multiprocessing
+import os
+import random
+import tempfile
+import warnings
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import torch
+from results import write_table
+from torch import nn
+from torch.nn.functional import mse_loss
+
+import autoaccum
+from autoaccum.testing import oom_at
+
+SECONDS = 180
+"""That a line may take, compilations included."""
+OPERATIONS = 12
+"""At which memory runs out, evenly spread over those of the optimizer's step."""
+STEPS, BATCH = 6, 8
+Make = Callable[[Any], torch.optim.Optimizer]
+
+
+def in_torch() -> dict[str, Make]:
+    return {name: _with_lr(kind) for name, kind in _classes("torch.optim").items()}
+
+
+def in_schedulefree() -> dict[str, Make]:
+    found = {name: _with_lr(kind) for name, kind in _classes("schedulefree").items() if "Wrapper" not in name}
+    kind = importlib.import_module("schedulefree").ScheduleFreeWrapper
+    return found | {"ScheduleFreeWrapper": lambda ps: kind(torch.optim.SGD(ps, lr=0.05), momentum=0.9)}
+
+
+def in_prodigyopt() -> dict[str, Make]:
+    return {name: _with_lr(kind) for name, kind in _classes("prodigyopt").items()}
+
+
+def in_torchao() -> dict[str, Make]:
+    return {name: _with_lr(kind) for name, kind in _classes("torchao.optim").items() if "Offload" not in name}
+
+
+def in_bitsandbytes() -> dict[str, Make]:
+    return {name: _with_lr(kind) for name, kind in _classes("bitsandbytes.optim").items()}
+
+
+def in_heavyball() -> dict[str, Make]:
+    utils = importlib.import_module("heavyball.utils")
+    utils.compile_mode = None
+    return {name: _with_lr(kind) for name, kind in _classes("heavyball").items()}
+
+
+def in_timm() -> dict[str, Make]:
+    optim = importlib.import_module("timm.optim")
+    infos = [name for name in optim.list_optimizers() if "bnb" not in name and "fused" not in name]
+    return {name: lambda ps, name=name: optim.create_optimizer_v2(list(ps), opt=name, lr=0.05) for name in infos}
+
+
+def in_pytorch_optimizer() -> dict[str, Make]:
+    library = importlib.import_module("pytorch_optimizer.optimizer")
+    found = {kind.__name__: kind for kind in library.OPTIMIZERS.values() if isinstance(kind, type)}
+    return {name: _with_lr(kind) for name, kind in sorted(found.items())}
+
+
+LIBRARIES = {
+    "torch": in_torch,
+    "schedulefree": in_schedulefree,
+    "prodigyopt": in_prodigyopt,
+    "torchao": in_torchao,
+    "bitsandbytes": in_bitsandbytes,
+    "timm": in_timm,
+    "heavyball": in_heavyball,
+    "pytorch_optimizer": in_pytorch_optimizer,
+}
+
+
+def _classes(module: str) -> dict[str, Any]:
+    found = vars(importlib.import_module(module)).items()
+    kinds = {name: kind for name, kind in found if isinstance(kind, type) and issubclass(kind, torch.optim.Optimizer)}
+    return {name: kinds[name] for name in sorted(kinds) if kinds[name] is not torch.optim.Optimizer}
+
+
+def _with_lr(kind: Any) -> Make:
+    parameters = inspect.signature(kind).parameters
+    has_lr = "lr" in parameters and parameters["lr"].default is inspect.Parameter.empty
+    return lambda ps: kind(ps, **({"lr": 0.05} if has_lr else {}))
+
+
+# One line.
+
+
+def data(dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+    g = torch.Generator().manual_seed(1)
+    x = torch.randn(STEPS * BATCH, 64, generator=g, dtype=dtype)
+    return x, (x @ torch.randn(64, 3, generator=g, dtype=dtype) / 8).tanh()
+
+
+def made(make: Make, dtype: torch.dtype) -> tuple[nn.Module, torch.optim.Optimizer]:
+    """Return a model and its optimizer, whose step draws the same numbers in each run."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(64, 64, bias=False), nn.Tanh(), nn.Linear(64, 3, bias=False)).to(dtype)
+    optimizer = make(model.parameters())
+    hooks = getattr(optimizer, "register_step_pre_hook", None)
+    if hooks is not None:
+        hooks(lambda *args: _seed(model))
+    return model, optimizer
+
+
+def _seed(model: nn.Module) -> None:
+    """Seed by what the weights are, so that no run need count its steps."""
+    number = abs(hash(tuple(next(model.parameters()).detach().flatten().tolist()[:1]))) % 2**31
+    torch.manual_seed(number)
+    random.seed(number)
+    np.random.seed(number)
+
+
+def weights(model: nn.Module) -> torch.Tensor:
+    return torch.cat([p.detach().flatten() for p in model.parameters()])
+
+
+def plain(make: Make, dtype: torch.dtype, steps: int = STEPS) -> torch.Tensor:
+    """Return the weights after a plain loop, those that the optimizer evaluates."""
+    model, optimizer = made(make, dtype)
+    x, y = data(dtype)
+    before = weights(model).clone()
+    _mode(optimizer, "train")
+    for at in range(0, steps * BATCH, BATCH):
+        optimizer.zero_grad()
+        mse_loss(model(x[at : at + BATCH]), y[at : at + BATCH]).backward()
+        optimizer.step()
+    _mode(optimizer, "eval")
+    if torch.equal(weights(model), before):
+        raise ValueError("no weight has moved")
+    return weights(model)
+
+
+def _mode(optimizer: Any, name: str) -> None:
+    if callable(getattr(optimizer, "train", None)) and callable(getattr(optimizer, "eval", None)):
+        getattr(optimizer, name)()
+
+
+def fit(make: Make, dtype: torch.dtype, micro_batch: int = 3, **options: Any) -> tuple[torch.Tensor, Any]:
+    model, optimizer = made(make, dtype)
+    result = autoaccum.fit(
+        model, data(dtype), effective_batch=BATCH, micro_batch=micro_batch, loss_fn=mse_loss, optimizer=optimizer,
+        shuffle=False, progress=False, cache=False, device="cpu", **options,
+    )  # fmt: skip
+    return weights(model), result
+
+
+def of_training(make: Make, dtype: torch.dtype, expected: torch.Tensor) -> str:
+    found, _ = fit(make, dtype)
+    off = float((found - expected).norm() / expected.norm())
+    if off < (1e-9 if dtype is torch.float64 else 1e-4):
+        return f"exact ({off:.0e})"
+    # One that rounds, or goes by signs, takes rounding to another step.
+    whole, _ = fit(make, dtype, micro_batch=BATCH)
+    is_same = torch.equal(whole, expected)
+    return f"whole batches bit-identical; split {off:.0e}" if is_same else f"WRONG: off by {off:.0e}"
+
+
+def of_resume(make: Make, dtype: torch.dtype) -> str:
+    expected, _ = fit(make, dtype)
+
+    def stop(record: Any) -> None:
+        if isinstance(record, autoaccum.StepReport) and record.step == 3:
+            raise autoaccum.StopTraining
+
+    with tempfile.TemporaryDirectory() as folder:
+        _, first = fit(make, dtype, run_dir=folder, callbacks=[stop])
+        said = [str(event) for event in first.events if isinstance(event, autoaccum.events.Notice)]
+        try:
+            found, _ = fit(make, dtype, run_dir=folder)
+        except Exception as error:
+            return f"told: {said[0][:160]}" if said else f"WRONG: {_short(error)}"
+    if torch.equal(found, expected):
+        return "bit-identical" if not said else f"bit-identical; {said[0][:80]}"
+    return f"told: {said[0][:160]}" if said else f"WRONG: off by {float((found - expected).norm()):.0e}"
+
+
+def of_memory(make: Make, dtype: torch.dtype) -> str:
+    x, y = data(dtype)
+
+    def run(operation: int | None) -> tuple[torch.Tensor, int, int]:
+        model, optimizer = made(make, dtype)
+        _mode(optimizer, "train")
+        accumulator = autoaccum.Accumulator(model, optimizer, loss_fn=mse_loss, micro_batch=BATCH, verify=False)
+        accumulator.step((x[:BATCH], y[:BATCH]))
+        first = [0]
+        with oom_at(operation) as count:
+            note = optimizer.register_step_pre_hook(lambda *args: first.append(count.operations))
+            accumulator.step((x[BATCH : 2 * BATCH], y[BATCH : 2 * BATCH]))
+        note.remove()
+        accumulator.step((x[2 * BATCH : 3 * BATCH], y[2 * BATCH : 3 * BATCH]))
+        return weights(model), count.operations, first[-1]
+
+    expected, operations, first = run(None)
+    span = range(first + 1, operations + 1)
+    tried = sorted({span[round(i * (len(span) - 1) / (OPERATIONS - 1))] for i in range(OPERATIONS)}) if span else []
+    again = ended = 0
+    for operation in tried:
+        try:
+            found, _, _ = run(operation)
+        except autoaccum.AutoaccumError:
+            ended += 1
+            continue
+        if not torch.equal(found, expected):
+            return f"WRONG: at operation {operation - first} of {len(span)}"
+        again += 1
+    return f"{again} tried again, {ended} ended in words"
+
+
+def of_modes(make: Make, dtype: torch.dtype, expected: torch.Tensor) -> str:
+    _, optimizer = made(make, dtype)
+    if not (callable(getattr(optimizer, "train", None)) and callable(getattr(optimizer, "eval", None))):
+        return "none"
+    model, _ = made(make, dtype)
+    x, y = data(dtype)
+    nn.utils.vector_to_parameters(expected, model.parameters())
+    own = float(mse_loss(model(x), y).detach())
+    with tempfile.TemporaryDirectory() as folder:
+        found, result = fit(make, dtype, run_dir=folder, validation_data=(x, y))
+        best = weights(autoaccum.load_best(folder, model))
+        loss = next(event.loss for event in result.events if isinstance(event, autoaccum.events.Validated))
+    is_right = abs(loss - own) <= 1e-3 * own and torch.equal(best, found)
+    return "evaluated" if is_right else f"WRONG: validated {loss:.4g}, right {own:.4g}"
+
+
+def _short(error: BaseException) -> str:
+    return " ".join(f"{type(error).__name__}: {error}".split())[:160].replace("|", "/")
+
+
+def line(library: str, name: str, into: Any) -> None:
+    """Put the cells of a line into a queue."""
+    warnings.filterwarnings("ignore")
+    torch.set_num_threads(1)
+    with open(os.devnull, "w") as nowhere, contextlib.redirect_stdout(nowhere), contextlib.redirect_stderr(nowhere):
+        into.put(cells(LIBRARIES[library]()[name]))
+
+
+def cells(make: Make) -> list[str]:
+    expected, dtype = None, torch.float64
+    for dtype in (torch.float64, torch.float32):
+        try:
+            expected = plain(make, dtype)
+        except Exception as error:
+            refused = error
+            continue
+        if expected.isfinite().all():
+            break
+    if expected is None and "no weight" in str(refused):
+        return [f"the plain loop moves no weight in {STEPS} steps", "", "", ""]
+    if expected is None:
+        try:
+            fit(make, dtype)
+        except autoaccum.AutoaccumError as error:
+            return [f"needs more than a step: refused, {_short(error)}", "", "", ""]
+        except Exception as error:
+            return [f"the plain loop fails: {_short(error)}", "", "", ""]
+        return [f"WRONG: trained, where the plain loop fails: {_short(refused)}", "", "", ""]
+    found = []
+    for of in (of_training, of_resume, of_memory, of_modes):
+        try:
+            found.append(of(make, dtype, expected) if of in (of_training, of_modes) else of(make, dtype))
+        except autoaccum.AutoaccumError as error:
+            found.append(f"refused: {_short(error)}")
+        except Exception as error:
+            if of is of_memory and "compile" in str(error):  # by what counts operations, and fails one of them
+                found.append("not simulated: the step is compiled")
+                continue
+            found.append(f"WRONG: {_short(error)}")
+    return found
+
+
+def lines(libraries: list[str]) -> Iterator[list[str]]:
+    context = multiprocessing.get_context("fork")
+    for library in libraries:
+        try:
+            names = list(LIBRARIES[library]())
+        except ImportError:
+            continue
+        version = importlib.import_module(library).__version__ if library == "torch" else _version(library)
+        for name in names:
+            queue = context.Queue()
+            process = context.Process(target=line, args=(library, name, queue))
+            process.start()
+            try:
+                found = queue.get(timeout=SECONDS)
+            except Exception:
+                found = [f"not within {SECONDS} s", "", "", ""]
+            process.kill()
+            process.join()
+            yield [f"{library} {version}", name, *found]
+
+
+def _version(library: str) -> str:
+    return importlib.metadata.version(library)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("libraries", nargs="*", default=list(LIBRARIES))
+    rows = []
+    for row in lines(parser.parse_args().libraries):
+        rows.append(row)
+        print(json.dumps(row), flush=True)
+    wrong = sum(any(cell.startswith("WRONG") for cell in row) for row in rows)
+    write_table(
+        "optimizers",
+        f"{len(rows)} optimizers beside a plain loop, {wrong} of them wrong: training, a resume in the middle, memory "
+        f"that runs out at {OPERATIONS} places in the step, and validation where they have `train()` and `eval()`.",
+        ["library", "optimizer", "trained", "resumed", "memory ran out", "modes"],
+        rows,
+        quiet=True,
+    )
+
+
+if __name__ == "__main__":
+    main()

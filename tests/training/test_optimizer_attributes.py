@@ -1,0 +1,102 @@
+"""What an optimizer keeps on itself: saved with the run, or announced after its first step."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch.nn.functional import cross_entropy
+
+import autoaccum
+from autoaccum.errors import CheckpointCorruptError
+from autoaccum.events import Notice, StepReport
+from autoaccum.training.optimizer_attributes import OptimizerAttributes
+from tests.models import classes, mlp
+
+DATA = classes(24, torch.float64)
+
+
+class Decays(torch.optim.Optimizer):
+    """Its rate falls by what it has counted and added up on itself, and by what it remembers by the ids of parameters."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, {"lr": 0.3})
+        self.taken, self.parameters = 0, [p for group in self.param_groups for p in group["params"]]
+        self.total, self.seen = torch.zeros((), dtype=torch.float64), {"sums": np.zeros(1), "names": ["a"]}
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        self.taken += 1
+        self.total += float(self.parameters[0].grad.abs().sum())
+        self.seen["sums"][0] += 1
+        self.seen["names"].append("b")
+        for p in self.parameters:
+            scale = self.taken + self.total + self.seen["sums"][0] + len(self.seen["names"])
+            p.sub_(p.grad * (0.3 / scale))
+
+
+class Tracker:
+    count = 0
+
+
+class Loses(Decays):
+    def __init__(self, params: Any) -> None:
+        super().__init__(params)
+        self.tracker, self.unchanged, self.by_id = Tracker(), Tracker(), dict[int, int]()
+        self.model = torch.nn.ParameterList(self.parameters)
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        super().step(closure)
+        self.tracker.count += 1
+        self.by_id = {id(p): self.taken for p in self.parameters}
+
+
+def train(kind: Any, **options: Any) -> tuple[Any, torch.Tensor]:
+    torch.manual_seed(0)
+    model = mlp(torch.float64)
+    result = autoaccum.fit(
+        model, DATA, effective_batch=6, micro_batch=4, loss_fn=cross_entropy, progress=False, cache=False, epochs=2,
+        optimizer=kind(model.parameters()), **options,
+    )  # fmt: skip
+    return result, torch.cat([p.detach().flatten() for p in model.parameters()])
+
+
+def stop(record: Any) -> None:
+    if isinstance(record, StepReport) and record.step == 5:
+        raise autoaccum.StopTraining
+
+
+def test_a_run_that_goes_on_finds_them(tmp_path: Path) -> None:
+    _, expected = train(Decays)
+    train(Decays, run_dir=tmp_path, callbacks=[stop])
+    result, found = train(Decays, run_dir=tmp_path)
+    assert torch.equal(found, expected)
+    optimizer: Any = result.optimizer
+    assert (optimizer.taken, optimizer.seen["sums"].tolist(), len(optimizer.seen["names"])) == (8, [8.0], 9)
+    assert all(p is own for p, own in zip(optimizer.parameters, result.model.parameters(), strict=True))
+    assert not [event for event in result.events if isinstance(event, Notice)]
+
+
+def test_what_cannot_be_saved_is_announced_after_the_first_step(tmp_path: Path) -> None:
+    told = []
+    with pytest.warns(autoaccum.AutoaccumWarning, match="Loses changes tracker, by_id of its own"):
+        result, _ = train(Loses, run_dir=tmp_path, callbacks=[lambda record: told.append(type(record).__name__)])
+    assert told.count("Notice") == 1
+    assert told.index("Notice") < told.index("StepReport") + 4
+    assert result.num_steps == 8
+
+
+def test_pytorchs_own_keep_nothing_on_themselves() -> None:
+    optimizer = torch.optim.LBFGS(mlp().parameters())
+    found = OptimizerAttributes(optimizer)
+    assert (found.state_dict(), found.lost()) == ({}, [])
+
+
+@pytest.mark.parametrize("state", [[], {"step": 1}, {"param_groups": []}, {1: 2}])
+def test_methods_and_what_is_pytorchs_are_not_put_back(state: Any) -> None:
+    found = OptimizerAttributes(Decays(mlp().parameters()))
+    with pytest.raises(CheckpointCorruptError, match="optimizer_attributes"):
+        found.check(state, "optimizer_attributes")
