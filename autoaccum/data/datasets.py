@@ -17,11 +17,10 @@ from autoaccum.data import batches
 from autoaccum.data.base import Collate, Item, NextPiece, PlanAt, Reader
 from autoaccum.data.collating import unlike
 from autoaccum.data.contents import digest_of
-from autoaccum.data.digests import SAVED
 from autoaccum.data.grouped import GroupedSamples
 from autoaccum.data.joins import are_same
 from autoaccum.data.lengths import PEEK, Padding, lengths_of, repeat_in_turn, repeat_longest, try_twice, uneven
-from autoaccum.data.orders import Order, chosen
+from autoaccum.data.orders import InOrder, Order, chosen
 from autoaccum.data.packing import pack, unpack
 from autoaccum.data.parts import set_epoch
 from autoaccum.data.pieces import BATCHES, Pieces, SampleReader, items_form, with_preserved_randomness
@@ -36,7 +35,7 @@ Key = tuple[int, int, Any]
 """(epoch, position in the epoch, index into the dataset)"""
 
 
-class DatasetSource:
+class DatasetSource(InOrder):
     """Anything with ``len`` and indices that yields samples."""
 
     def __init__(
@@ -102,18 +101,6 @@ class DatasetSource:
         start, order = sum(passed), self._order(epoch)
         set_epoch(epoch, self._reader.dataset)
         return self._order.reading(order, epoch, start, lambda: self._read(order, epoch, plan_at, start))
-
-    def state_dict(self) -> dict[str, Any] | None:
-        """Return where the newest pass stands in its order."""
-        return self._order.state_dict()
-
-    def check(self, state: Any, entry: str) -> None:
-        """Check what ``state_dict`` has returned."""
-        SAVED(state, entry)
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Let the next pass compare its order with it."""
-        self._order.load_state_dict(state)
 
     def _read(self, order: Any, epoch: int, plan_at: PlanAt, start: int) -> Reader:
         """Begin a pass in an order, at a position of it."""

@@ -116,10 +116,10 @@ def refuse_others(kind: str, epoch: int, position: int) -> None:
         DataError: always.
     """
     raise DataError(
-        f"data: the first {position} samples of epoch {epoch} are not those that this run was trained on. The order or "
-        f"the content of the data ({kind}) depends on something that is not in the checkpoint, such as a counter of "
-        f"epochs, a generator of workers that persist, or files that have changed. To go on would lose samples and "
-        f"read others twice. Give it set_epoch(epoch), or state_dict() and load_state_dict(); or draw from the global "
-        f"generators of torch, numpy or random, which autoaccum seeds for each epoch. If the data were changed, undo "
-        f"that, or pass resume=False to begin anew."
+        f"data: the first {position} samples of epoch {epoch} differ from those that this run was trained on. The "
+        f"order or the content of {kind} depends on something that the checkpoint lacks, such as a counter of epochs, "
+        f"a generator in persistent workers, or files that have changed. Resuming would skip some samples and repeat "
+        f"others. Give the data set_epoch(epoch), or state_dict() and load_state_dict(); or draw from the global "
+        f"generators of torch, numpy or random, which autoaccum seeds each epoch. If you changed the data, undo that, "
+        f"or pass resume=False to start over."
     )

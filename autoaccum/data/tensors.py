@@ -15,9 +15,8 @@ from autoaccum.data import batches, objects
 from autoaccum.data.arrays import as_tensor
 from autoaccum.data.base import PlanAt, Reader, Window
 from autoaccum.data.contents import digest_of
-from autoaccum.data.digests import SAVED
 from autoaccum.data.dims import AtDim
-from autoaccum.data.orders import Order, Unlisted
+from autoaccum.data.orders import InOrder, Order, Unlisted
 from autoaccum.memory.oom import RanOut, attempt
 
 _HOST = torch.device("cpu")
@@ -27,7 +26,7 @@ Orders = Mapping[torch.device, torch.Tensor | Unlisted]
 """An order of all rows, likewise."""
 
 
-class TensorSource:
+class TensorSource(InOrder):
     """A pytree of tensors with one row per sample."""
 
     def __init__(self, tensors: Any, *, order: Order, device: torch.device, split: Any = None) -> None:
@@ -112,18 +111,6 @@ class TensorSource:
                 if not isinstance(placed, RanOut):
                     orders[place] = placed
         return self._order.reading(found, epoch, start, lambda: _TensorReader(self, orders, start))
-
-    def state_dict(self) -> dict[str, Any] | None:
-        """Return where the newest pass stands in its order."""
-        return self._order.state_dict()
-
-    def check(self, state: Any, entry: str) -> None:
-        """Check what ``state_dict`` has returned."""
-        SAVED(state, entry)
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Let the next pass compare its order with it."""
-        self._order.load_state_dict(state)
 
     def example(self, num_samples: int) -> Any:
         """Return the first rows, repeated."""

@@ -227,11 +227,11 @@ def state_notice(names: Sequence[str]) -> Notice:
     """Return what to say of state of these names that moves with each micro-batch."""
     shown = ", ".join(names[:_SHOWN]) + f" and {len(names) - _SHOWN} more" * (len(names) > _SHOWN)
     return Notice(
-        cause=f"Forwards write to {shown}, and what a step leaves there depends on how it is split",
-        consequence="Running statistics and counters move once for each micro-batch instead of once a step: what "
-        "evaluation reads of them is another than after whole steps",
-        cure="Leave accumulate out, or pass accumulate='joined', by which they are written once, of the full batch; or "
-        "pass micro_batch= the whole window if it fits",
+        cause=f"Forwards write to {shown}, and splitting the batch changes the result",
+        consequence="Running statistics and counters are updated once per micro-batch instead of once per step, so "
+        "evaluation differs from training on full batches",
+        cure="Leave accumulate out or pass accumulate='joined': layers that write then run once, on the full batch. Or "
+        "pass micro_batch= the full batch, if it fits",
     )
 
 

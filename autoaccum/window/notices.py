@@ -21,11 +21,11 @@ def nothing_counts(step: int) -> Notice:
 
 
 def not_saved(names: Sequence[str]) -> Notice:
-    """Say that forwards change attributes of these names that no checkpoint holds."""
+    """Say that forwards change attributes of these names, which checkpoints cannot store."""
+    shown = ", ".join(names[:3]) + f" and {len(names) - 3} more" * (len(names) > 3)
     return Notice(
-        cause=f"Forwards change {', '.join(names[:3])}{f' and {len(names) - 3} more' if len(names) > 3 else ''}, in "
-        "attributes of objects that checkpoints do not hold",
-        consequence="A run that is resumed finds them as they are made anew",
+        cause=f"Forwards change {shown}, which checkpoints cannot store",
+        consequence="A resumed run starts with the values that the constructor sets",
         cure="Keep such state in buffers (register_buffer), or in attributes that hold numbers, texts, tensors, lists "
         "or dicts",
     )

@@ -201,7 +201,7 @@ def test_a_run_goes_on_in_the_order_that_it_had(name: str, tmp_path: Path) -> No
 def test_other_samples_are_refused(name: str, stop: int, tmp_path: Path) -> None:
     """In the midst of an epoch and at its end."""
     train(tmp_path, REFUSED[name](), stop)
-    with pytest.raises(DataError, match=r"epoch 1 are not those .* set_epoch\(epoch\), or state_dict\(\)"):
+    with pytest.raises(DataError, match=r"epoch 1 differ from those .* set_epoch\(epoch\), or state_dict\(\)"):
         train(tmp_path, REFUSED[name](), 11)
 
 

@@ -262,7 +262,7 @@ def test_state_of_weighted_micro_batches_is_told_by_name() -> None:
     report = autoaccum.check(there(Tracking("in place")), there(inputs), accumulate="weighted", **options)
     assert report.passed
     assert report.notice is not None
-    assert report.notice.cause.startswith("Forwards write to mean, and what a step leaves there depends")
+    assert report.notice.cause.startswith("Forwards write to mean, and splitting the batch changes")
     assert autoaccum.check(there(Tracking("in place")), there(inputs), **options).accumulate == "joined"
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", autoaccum.AutoaccumWarning)

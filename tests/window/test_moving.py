@@ -140,7 +140,7 @@ class Hidden(nn.Linear):
 
 def test_what_is_not_saved_is_named(tmp_path: Path) -> None:
     options: dict[str, Any] = {"accumulate": "weighted", "verify": False, "device": "cpu", "progress": False}
-    with pytest.warns(autoaccum.AutoaccumWarning, match="Forwards change last, in attributes of objects"):
+    with pytest.warns(autoaccum.AutoaccumWarning, match="Forwards change last, which checkpoints cannot store"):
         autoaccum.fit(
             Hidden(), torch.cat(batches(3)).cpu(), effective_batch=12, micro_batch=4, training_step=step,
             run_dir=tmp_path, **options,
