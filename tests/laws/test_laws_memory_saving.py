@@ -263,6 +263,8 @@ def test_on_a_device_that_refuses(name: str) -> None:
     check(asked, plain)
 
 
+@pytest.mark.weighted
+@pytest.mark.filterwarnings("ignore:Forwards write to blocks")
 class TestBeside:
     """Whatever else a run does is done to the same bits."""
 

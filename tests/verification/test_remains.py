@@ -217,7 +217,6 @@ class Tracking(nn.Module):
         elif self.kind == "a count of calls":
             self.calls += 1
         elif self.kind == "a tensor in an attribute":
-            self.held = self.held.to(mean)
             self.held.lerp_(mean, 0.1)
         elif self.kind == "a sum over samples":
             self.mean += inputs.sum(0).detach()
@@ -241,6 +240,7 @@ def test_state_that_only_evaluation_reads_is_that_of_full_batches(kind: str) -> 
     left, rules = [], set()
     for micro_batch in (12, 4):
         model = there(Tracking(kind))
+        model.held = there(model.held)
         accumulator = autoaccum.Accumulator(
             model, torch.optim.SGD(model.parameters(), lr=0.1), micro_batch=micro_batch,
             training_step=lambda model, batch: model(batch).square().mean(),

@@ -100,7 +100,8 @@ def test_memory_that_runs_out_leaves_attributes_as_if_it_had_not(fails_in: int, 
         found, other = trained(fails_in, operation, accumulate)
         if accumulate == "joined":
             assert str(found) == str(kept)
-            assert all(map(torch.equal, other, parameters))
+            for p, expected in zip(other, parameters, strict=True):  # fewer rows at once may round otherwise
+                torch.testing.assert_close(p, expected, rtol=1e-12, atol=1e-14)
         # Of weighted micro-batches, which are smaller from there on, the others depend on how many there are.
         assert (found["samples"], found["places"]["at"]) == (60, 60 % 16)
 

@@ -80,7 +80,9 @@ class Counts(Optimizer):
     @torch.no_grad()
     def step(self, closure: object = None) -> None:  # type: ignore[override]
         self.count()
-        draws = random.random() + float(np.random.rand()) + float(torch.rand((), generator=self.generator))
+        draws = (
+            random.random() + float(np.random.rand()) + float(torch.rand((), generator=self.generator, device="cpu"))
+        )
         for p in self.param_groups[0]["params"]:
             noise = torch.rand(()) + draws + self.taken + self.tracker.seen + self.param_groups[0]["taken"]
             p.sub_(noise * len(self.names[0]))
