@@ -58,7 +58,8 @@ _OF_PENALTIES |= {
 }
 _OF_PENALTIES |= {"Trace", "ViewAsReal"}
 
-_HALVES = (torch.bfloat16, torch.float16)
+HALVES = (torch.bfloat16, torch.float16)
+"""The floating-point types of 16 bits."""
 
 # The attributes in which those operations keep an input that has no graph of its own.
 _CONSTANTS = ("_saved_self", "_saved_other", "_saved_mat2", "_saved_target")
@@ -203,7 +204,7 @@ def has_halves(loss: torch.Tensor) -> bool:
     seen = {*waiting}
     while waiting:
         node: Any = waiting.pop()
-        if node.name() == "ToCopyBackward0" and any(one.dtype in _HALVES for one in node._input_metadata):
+        if node.name() == "ToCopyBackward0" and any(one.dtype in HALVES for one in node._input_metadata):
             return True
         new = {*inputs_of(node)} - seen
         seen |= new

@@ -291,6 +291,16 @@ def _guarding(division: Division) -> Callable[[Any, Any], Any]:
     return hook
 
 
+def type_of_gradient(p: torch.Tensor) -> torch.dtype:
+    """Return of which type a parameter's gradient is: ``grad_dtype`` came with PyTorch 2.13."""
+    return getattr(p, "grad_dtype", None) or p.dtype
+
+
+def zero_gradient(p: torch.Tensor) -> torch.Tensor:
+    """Return a gradient of zeros, of the type that the parameter's are of."""
+    return torch.zeros_like(p, dtype=type_of_gradient(p))
+
+
 @torch.no_grad()
 def make_own(parameters: Iterable[torch.Tensor]) -> None:
     """Give each parameter a gradient of its own, whose place nothing else shares.

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 import torch
 
+from autoaccum.loss.weighting import type_of_gradient
 from autoaccum.ranks.channel import undisturbed
 from autoaccum.ranks.summing import Summing
 
@@ -117,7 +118,7 @@ def _lay_in(rows: torch.Tensor, p: torch.Tensor, places: torch.Tensor) -> None:
 
 @torch.no_grad()
 def _take_out(p: torch.Tensor, rows: torch.Tensor, kind: Rows) -> None:
-    values = torch.zeros(rows.shape, dtype=p.dtype, device=p.device) if rows.grad is None else rows.grad
+    values = torch.zeros(rows.shape, dtype=type_of_gradient(p), device=p.device) if rows.grad is None else rows.grad
     indices = kind.indices.to(p.device)
     p.grad = torch.sparse_coo_tensor(indices, values, p.shape, is_coalesced=True, check_invariants=False)
 

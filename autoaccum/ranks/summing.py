@@ -17,7 +17,7 @@ from typing import Literal
 
 import torch
 
-from autoaccum.loss.weighting import make_own
+from autoaccum.loss.weighting import make_own, type_of_gradient, zero_gradient
 from autoaccum.ranks.channel import Channel, undisturbed
 
 Compression = Literal["none", "bf16"]
@@ -93,7 +93,7 @@ class Summing:
         self._prepared = list(parameters)
         totals: Counter[Place] = Counter()
         for p in parameters:
-            totals[p.device, _sent_as(p.dtype, compression)] += p.numel()
+            totals[p.device, _sent_as(type_of_gradient(p), compression)] += p.numel()
         # Whatever the order in which they come, and so how they are cut: none is longer.
         for place, total in totals.items():
             ring, room = self._rings.setdefault(place, []), _room(place[1])
@@ -286,7 +286,7 @@ class Summing:
         at = 0
         for p, start, length in pieces:
             if p.grad is None:
-                p.grad = torch.zeros_like(p)
+                p.grad = zero_gradient(p)
                 self.made.append(p)
             if not p.grad.is_contiguous():
                 p.grad = p.grad.contiguous()
@@ -357,9 +357,10 @@ def _cut(parameters: Sequence[torch.Tensor], compression: Compression = "none") 
         return _Bucket(place, numbers[place] - 1)
 
     for p in parameters:
-        kind, start = _sent_as(p.dtype, compression), 0
+        own, start = type_of_gradient(p), 0
+        kind = _sent_as(own, compression)
         place, room = (p.device, kind), _room(kind)
-        is_large = kind == p.dtype and p.numel() * _LARGE >= room
+        is_large = kind == own and p.numel() * _LARGE >= room
         while start < p.numel():
             bucket = opened(place) if is_large else open_.get(place) or opened(place)
             length = min(room - bucket.length, p.numel() - start)

@@ -95,8 +95,7 @@ class CheckReport:
             yield from _entry("memory", f"{self.held:.0%} of what the full batch holds for backward, and a micro-batch")
         elif self.passed:
             yield from _entry("the loss", WORDS.get(self.hypothesis or "", ""))
-        dtype = f"float{'64' if self.tolerance <= 1e-6 else '32'}"
-        rounding = f"up to {format_error(self.tolerance)} is rounding in {dtype}"
+        rounding = f"up to {format_error(self.tolerance)} is rounding"
         yield from _entry("error", f"{format_error(self.error)}, relative to the gradient ({rounding})")
         yield from _entry("measured", f"on {self.samples} samples, in {self.seconds:.2g} s")
         sizes = {cut: " + ".join(map(str, cut.sizes)) for cut in self.cuts}

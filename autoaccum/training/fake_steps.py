@@ -11,6 +11,7 @@ from torch import nn
 
 from autoaccum.loss.functions import loss_function
 from autoaccum.loss.stated import LossOf, total
+from autoaccum.loss.weighting import zero_gradient
 from autoaccum.memory.fake import FakeMemory, Fakes
 from autoaccum.training.fake_copies import FakeCopies, FakeSamples
 from autoaccum.window.attributes import is_expanded
@@ -21,7 +22,6 @@ from autoaccum.window.optimizers import (
     make_optimizer,
     sparsely_trained,
     trainable_parameters,
-    zero_gradient,
 )
 from autoaccum.window.precision import Precision, autocast
 from autoaccum.window.recomputing import Recomputing

@@ -20,6 +20,7 @@ from autoaccum.data.splits import SplitLike, split_of
 from autoaccum.errors import NothingFitsError
 from autoaccum.loss.functions import loss_function
 from autoaccum.loss.stated import LossOf, total
+from autoaccum.loss.weighting import zero_gradient
 from autoaccum.memory import clock
 from autoaccum.memory.base import Memory
 from autoaccum.memory.devices import find_device, memory_of
@@ -54,7 +55,6 @@ from autoaccum.window.optimizers import (
     move,
     sparsely_trained,
     trainable_parameters,
-    zero_gradient,
 )
 from autoaccum.window.precision import Autocast, Precision, autocast
 from autoaccum.window.single_samples import beyond_memory, may_need_another

@@ -12,6 +12,7 @@ from torch.nn.parameter import is_lazy
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from autoaccum.errors import LossSideEffectError
+from autoaccum.loss.weighting import type_of_gradient
 from autoaccum.window.attributes import Attributes
 from autoaccum.window.snapshot import Snapshot
 from autoaccum.window.state import SMALL_BYTES, State
@@ -64,9 +65,9 @@ def no_trace(
     elsewhere = [
         (p, p.data) for p in (*parameters, *trained) if p.device != device
     ]  # will be moved to the device, and back
-    gradients = [(p, p.grad) for p in (*parameters, *trained)]
+    gradients = [(p, p.grad, type_of_gradient(p)) for p in (*parameters, *trained)]
     # Taken away and not zeroed: the caller's own may be there, and would be added to.
-    for p, _ in gradients:
+    for p, *_ in gradients:
         p.grad = None
     owners = [*everything, *([optimizer] if isinstance(optimizer, torch.optim.Optimizer) else [])]
     attributes = Attributes(owners)
@@ -77,14 +78,16 @@ def no_trace(
     finally:
         refusing.remove()
         # First, for a gradient has to lie where its parameter does, and have its shape.
-        for p, _ in gradients:
+        for p, *_ in gradients:
             p.grad = None
         for p, value in elsewhere:
             p.data = value
         for tensor, kind, value in unbuilt:
             tensor.data = value
             tensor.__class__ = kind
-        for p, gradient in gradients:
+        for p, gradient, dtype in gradients:
+            if type_of_gradient(p) is not dtype:
+                p.grad_dtype = dtype
             p.grad = gradient
         # Attributes know which tensors stood where, the snapshot what was in those that are buffers.
         attributes.restore()

@@ -17,8 +17,8 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from autoaccum.data.randomness import as_bytes, default_generator
+from autoaccum.loss.graph import HALVES
 
-_HALVES = (torch.bfloat16, torch.float16)
 _SEED = 0x6175746F61636375
 
 FUSED = {
@@ -89,7 +89,7 @@ class Draws(TorchDispatchMode):  # type: ignore[no-untyped-call]
             # It draws also where something stands for that: only then is it known to, for a dropout of 0 does not.
             returned = func(*args, **kwargs)
             return returned if before == state_of(generator) else self.draw(func, args, kwargs, returned)
-        if func is torch.ops.aten._to_copy.default and self._keeps_wide and kwargs.get("dtype") in _HALVES:
+        if func is torch.ops.aten._to_copy.default and self._keeps_wide and kwargs.get("dtype") in HALVES:
             self.has_kept_wide = True
             kwargs = {**kwargs, "dtype": args[0].dtype}
         return func(*args, **kwargs)

@@ -17,7 +17,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from autoaccum.loss.counting import count_items
-from autoaccum.loss.graph import has_halves
+from autoaccum.loss.graph import HALVES, has_halves
 from autoaccum.loss.hypotheses import Hypothesis
 from autoaccum.loss.reductions import read, without_graph
 from autoaccum.loss.terms import NONE, Reduction
@@ -131,7 +131,7 @@ class Measurement:
         self.names = names_of(self.parameters, self.job.modules)
         tolerance = loss_tolerance_of if self._forward_only else tolerance_of
         self.tolerance = tolerance(self.parameters)
-        self.is_rounded = any(p.dtype in (torch.bfloat16, torch.float16) for p in self.parameters)
+        self.is_rounded = any(p.dtype in HALVES for p in self.parameters)
         # As things are, and as they were when the window began: what it has moved is not to be hidden by that.
         self._after = self._remember(self._like)
         self._gradients = Gradients(self.parameters)

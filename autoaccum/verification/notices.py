@@ -11,7 +11,9 @@ from torch import nn
 
 from autoaccum.events import Notice
 from autoaccum.loss.conclusions import conclude
+from autoaccum.loss.graph import HALVES
 from autoaccum.loss.terms import Reduction
+from autoaccum.loss.weighting import type_of_gradient
 from autoaccum.planning.granules import MICRO, Statistics
 from autoaccum.verification.findings import FOREIGN, Decision, Verdict
 from autoaccum.window.batch_norm import count_batch_norms
@@ -47,9 +49,9 @@ def batch_norm_notices(modules: Sequence[nn.Module], statistics: Statistics = MI
 
 
 def half_precision_notices(parameters: Sequence[torch.Tensor]) -> list[Notice]:
-    """Return what to say when windows of a model whose parameters have 16 bits themselves are cut."""
+    """Return what to say when windows of a model whose gradients have 16 bits, as its parameters, are cut."""
     # Not of autocast: with that, parameters and so gradients have 32 bits.
-    dtypes = {str(p.dtype).removeprefix("torch.") for p in parameters if p.dtype in (torch.bfloat16, torch.float16)}
+    dtypes = {str(p.dtype).removeprefix("torch.") for p in parameters if type_of_gradient(p) in HALVES}
     notice = Notice(
         cause=f"The model's parameters are {' and '.join(sorted(dtypes))}",
         consequence="Gradients are summed over micro-batches in that type too, each addition rounding: the more "

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import unset_fake_temporarily
 
 from autoaccum.errors import (
     ArgumentError,
@@ -18,6 +19,8 @@ from autoaccum.errors import (
     ForeignOptimizerError,
     NoTrainableParametersError,
 )
+from autoaccum.loss.graph import HALVES
+from autoaccum.loss.weighting import type_of_gradient, zero_gradient
 from autoaccum.window.attributes import Attributes
 from autoaccum.window.surroundings import surroundings_of
 
@@ -131,7 +134,7 @@ def check_optimizer(
     accepted: str = "an optimizer: AdamW(model.parameters())",
     functions: Sequence[object] = (),
 ) -> None:
-    """Refuse what is no optimizer, or one that would train nothing.
+    """Refuse what is no optimizer, or one that would train nothing; choose the types of its gradients.
 
     Args:
         optimizer: what was passed, or made.
@@ -142,12 +145,12 @@ def check_optimizer(
     Raises:
         ArgumentTypeError: it is no optimizer.
         ForeignOptimizerError: it holds none of the parameters, nor anything else that is trained here.
-        ArgumentError: it steps on something else than gradients.
+        ArgumentError: it steps on something else than gradients, or cannot on those of the type that is asked for.
     """
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise ArgumentTypeError("optimizer", optimizer, accepted)
     refuse_other_gradients(optimizer)
-    _refuse_other_types(optimizer)
+    _choose_types(optimizer)
     wanted = {id(p) for p in parameters}
     held = [p for group in optimizer.param_groups for p in group["params"]]
     if any(id(p) in wanted for p in held):
@@ -159,30 +162,48 @@ def check_optimizer(
         raise ForeignOptimizerError(optimizer)
 
 
-def _refuse_other_types(optimizer: torch.optim.Optimizer) -> None:
-    """Refuse an optimizer of PyTorch's that cannot step on gradients of another type than its parameters'.
+def _choose_types(optimizer: torch.optim.Optimizer) -> None:
+    """Have gradients of parameters of 16 bits summed in float32 where an optimizer of PyTorch's can step on these.
 
     Raises:
-        ArgumentError: it cannot, and a parameter's ``grad_dtype`` asks for that.
+        ArgumentError: it cannot step on the type that a parameter's ``grad_dtype`` asks for.
     """
-    asked = {(p.dtype, type_of_gradient(p)) for group in optimizer.param_groups for p in group["params"]}
-    if all(own is other for own, other in asked) or not is_pytorchs(optimizer):
+    if not is_pytorchs(optimizer):
         return
-    for own, other in asked:
-        tiny = nn.Parameter(torch.zeros(1, 1, dtype=own))
-        tiny.grad_dtype = other
-        tiny.grad = torch.ones(1, 1, dtype=other)
+    for group in optimizer.param_groups:
+        refusals: dict[tuple[torch.dtype, torch.dtype], Exception | None] = {}
+        for p in group["params"]:
+            own, asked = p.dtype, type_of_gradient(p)
+            wanted = torch.float32 if own is asked and own in HALVES and hasattr(p, "grad_dtype") else asked
+            if wanted is own:
+                continue
+            if (own, wanted) not in refusals:
+                refusals[own, wanted] = _refusal(type(optimizer), group, p, wanted)
+            refusal = refusals[own, wanted]
+            if refusal is not None and wanted is asked:
+                accepted = (
+                    f"one that steps on gradients of {asked} for parameters of {own}, as SGD, Adagrad and RMSprop do"
+                )
+                cure = f"Or leave the parameters' grad_dtype as it is. ({str(refusal).partition(chr(10))[0]})"
+                raise ArgumentError("optimizer", type(optimizer).__name__, accepted, cure)
+            if refusal is None and wanted is not asked:
+                gradient, p.grad = p.grad, None
+                p.grad_dtype = wanted
+                p.grad = None if gradient is None else gradient.to(wanted)
+
+
+def _refusal(kind: Any, group: dict[str, Any], p: torch.Tensor, of_gradient: torch.dtype) -> Exception | None:
+    """Return the error of an optimizer of a kind that steps, as a group of another does, on gradients of a type."""
+    # Computed also where all else is fake, and without the hooks that all optimizers' steps have.
+    with unset_fake_temporarily(), torch.no_grad():
+        tiny = nn.Parameter(torch.zeros(1, 1, dtype=p.dtype, device=p.device))
+        tiny.grad_dtype = of_gradient
+        tiny.grad = torch.ones_like(tiny, dtype=of_gradient)
         try:
-            type(optimizer)([tiny]).step()  # type: ignore[call-arg]
-        except RuntimeError as error:
-            accepted = f"one that steps on gradients of {other} for parameters of {own}, as SGD, Adagrad and RMSprop do"
-            cure = f"Or leave the parameters' grad_dtype as it is. ({str(error).partition(chr(10))[0]})"
-            raise ArgumentError("optimizer", type(optimizer).__name__, accepted, cure) from None
-
-
-def type_of_gradient(p: torch.Tensor) -> torch.dtype:
-    """Return of which type a parameter's gradient is: ``grad_dtype`` came with PyTorch 2.13."""
-    return getattr(p, "grad_dtype", None) or p.dtype
+            inspect.unwrap(kind.step)(kind([{**group, "params": [tiny]}]))
+        except Exception as error:
+            return error
+    return None
 
 
 def refuse_other_gradients(optimizer: torch.optim.Optimizer) -> None:
@@ -310,11 +331,6 @@ def _allocate(optimizer: torch.optim.Optimizer, sparse: set[int]) -> None:
                 if not optimizer.state[p]:
                     moments = {name: torch.zeros_like(p) for name in ("exp_avg", "exp_avg_sq")}
                     optimizer.state[p] = {"step": 0, **moments}
-
-
-def zero_gradient(p: torch.Tensor) -> torch.Tensor:
-    """Return a gradient of zeros, of the type that the parameter's are of."""
-    return torch.zeros_like(p, dtype=type_of_gradient(p))
 
 
 def with_types_of(copies: Iterable[torch.Tensor], originals: Iterable[torch.Tensor]) -> None:

@@ -29,11 +29,12 @@ from autoaccum._kinds import (
     whole,
 )
 from autoaccum.loss.hypotheses import WORDS
+from autoaccum.loss.weighting import zero_gradient
 from autoaccum.memory.oom import is_out_of_memory
 from autoaccum.planning.saved import PLAN, TUNER
 from autoaccum.ranks.units import is_distributed
 from autoaccum.window.modules import State, buffer_places, load_optimizer, new_buffer_place
-from autoaccum.window.optimizers import with_types_of, zero_gradient
+from autoaccum.window.optimizers import with_types_of
 
 _SCALER = entries(
     {

@@ -542,7 +542,7 @@ def least_limit(kind: str, num_samples: int, effective_batch: int) -> int:
 class TestMovingLimit:
     """Whatever the memory's limit does, each epoch trains on each sample once."""
 
-    @pytest.mark.parametrize("examples", [60, pytest.param(400, marks=pytest.mark.slow)])
+    @pytest.mark.parametrize("examples", [24, pytest.param(400, marks=pytest.mark.slow)])
     def test_no_sample_is_lost_or_repeated(self, examples: int) -> None:
         replays: list[int] = []
 
@@ -700,8 +700,9 @@ class TestWhereItHappens:
 
 
 class TestValidation:
-    def test_an_oom_leaves_no_mark_on_training_nor_on_the_result(self) -> None:
-        """At every operation of the first of two validations."""
+    @strides(4)
+    def test_an_oom_leaves_no_mark_on_training_nor_on_the_result(self, stride: int) -> None:
+        """At operations of the first of two validations."""
         held_out = classes(7, torch.float64, seed=5)
 
         def drawing(outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
@@ -736,7 +737,7 @@ class TestValidation:
             clean = trainer.fit()
         expected = validated(clean)
         replayed = 0
-        for operation in range(spans[0] + 1, spans[1] + 1):
+        for operation in range(spans[0] + 1, spans[1] + 1, stride):
             trainer = make()
             with oom_at(operation):
                 result = trainer.fit()
@@ -752,7 +753,7 @@ class TestValidation:
             assert [record.num_samples for record in found] == [7, 7]
             replayed += len(failed)
         print(f"{replayed} faults injected into validation, that of its first sample among them")
-        assert replayed > 25
+        assert replayed * stride > 25
 
 
 class Augmented(torch.utils.data.Dataset[Any]):

@@ -219,7 +219,7 @@ def needed(name: str, size: int, **options: Any) -> int:
 
 @in_turn
 @pytest.mark.skipif(sys.platform != "linux", reason="needs /proc and RLIMIT_DATA")
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", ["conv net", "GPT"])
 def test_below_an_allocator_that_really_fails(name: str) -> None:
     least, most = needed(name, LARGE, memory_saving="checkpoint"), needed(name, LARGE, memory_saving="off")
     assert most - least > 30 * 2**20, "else the limit means little"

@@ -410,7 +410,7 @@ def without_samples() -> str:
             return run(self, given, plan)
 
     Step.run = faulty  # type: ignore[method-assign]
-    return refused({"effective_batch": 1, "micro_batch": 1, "loss_fn": cross_entropy, "epochs": 1})[1]
+    return refused({"effective_batch": 1, "micro_batch": 1, "loss_fn": cross_entropy, "epochs": 1, "patience": 0.0})[1]
 
 
 def test_a_rank_without_samples_that_lacks_memory_says_so() -> None:

@@ -345,6 +345,24 @@ def test_gradients_whose_bytes_cannot_be_seen_are_added_up() -> None:
     assert launch(odd, 2) == [[True, True]] * 2
 
 
+def of_32_bits_for_parameters_of_16() -> bool:
+    """Return whether gradients of another type than their parameters' are added up in it, here none of the second."""
+    group = joined()
+    made: list[torch.Tensor] = [nn.Parameter(torch.zeros(50).bfloat16()) for _ in range(2)]
+    for index, p in enumerate(made):
+        p.grad_dtype = torch.float32
+        p.grad = None if index == group.rank == 1 else torch.full((50,), 1 + 2.0**-12)
+    group.summing.prepare(made)
+    group.summing.add_up(made, 1.0)
+    wanted = [torch.full((50,), count + count * 2.0**-12) for count in (2, 1)]
+    return all(p.grad is not None and torch.equal(p.grad, sums) for p, sums in zip(made, wanted, strict=True))
+
+
+@pytest.mark.skipif(not hasattr(torch.zeros(()), "grad_dtype"), reason="grad_dtype came with PyTorch 2.13")
+def test_gradients_are_added_up_in_their_own_type() -> None:
+    assert launch(of_32_bits_for_parameters_of_16, 2) == [True] * 2
+
+
 def small_between_large() -> float:
     """Return a sum behind a small one, which one rank waits for where the others have it in place."""
     summing._BUCKET_BYTES = 100_000

@@ -34,7 +34,7 @@ class TestReport:
         assert str(report) == (
             "EXACT: split batches have the gradient of the full batch\n\n"
             "  the loss     a mean over its items\n"
-            "  error        3e-17, relative to the gradient (up to 1e-09 is rounding in float64)\n"
+            "  error        3e-17, relative to the gradient (up to 1e-09 is rounding)\n"
             "  measured     on 6 samples, in 0.012 s\n\n"
             "  split into     error\n"
             "  1 + 2 + 3      3e-17\n"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 from pathlib import Path
 from typing import Any
@@ -541,10 +542,53 @@ def test_gradients_of_another_type_than_their_parameters(kind: Any, tmp_path: Pa
         optimizer.step()
     for p, expected in zip(model.parameters(), plain.parameters(), strict=True):
         torch.testing.assert_close(p, expected, rtol=0.05, atol=0.05)
-    copy = halves()
-    copy.weight.grad_dtype = torch.bfloat16
-    with_types_of(copy.parameters(), model.parameters())
-    assert copy.weight.grad_dtype is torch.float32
+    other = halves()
+    other.weight.grad_dtype = torch.bfloat16
+    with_types_of(other.parameters(), model.parameters())
+    assert other.weight.grad_dtype is torch.float32
+
+
+def gradient_of_64(model: nn.Module, optimizer: torch.optim.Optimizer) -> torch.Tensor:
+    """Return the gradient that an optimizer steps on, of a window in micro-batches of one sample."""
+    torch.manual_seed(1)
+    inputs, seen = torch.randn(64, 6).bfloat16(), []
+    optimizer.register_step_pre_hook(lambda *args: seen.append([p.grad.clone() for p in model.parameters()]))
+    accumulator = autoaccum.Accumulator(
+        model, optimizer, training_step=lambda model, batch: model(batch).square().mean(), micro_batch=1, verify=False
+    )
+    accumulator.step(inputs)
+    return torch.cat([gradient.flatten() for gradient in seen[-1]])
+
+
+@needs_types_of_gradients
+@pytest.mark.filterwarnings("ignore::autoaccum.AutoaccumWarning")
+def test_gradients_of_16_bits_are_summed_in_32_where_the_optimizer_can_step_on_them() -> None:
+    def model() -> nn.Module:
+        torch.manual_seed(0)
+        return nn.Linear(6, 4).bfloat16()
+
+    errors = {}
+    for kind in (torch.optim.SGD, torch.optim.AdamW):
+        own = model()
+        wide = copy.deepcopy(own).double()
+        torch.manual_seed(1)
+        wide(torch.randn(64, 6).bfloat16().double()).square().mean().backward()
+        exact = torch.cat([p.grad.flatten() for p in wide.parameters()])
+        found = gradient_of_64(own, kind(own.parameters(), lr=0.0))
+        errors[found.dtype] = float((found.double() - exact).norm() / exact.norm())
+    assert errors[torch.float32] < 0.6 * errors[torch.bfloat16]
+
+
+@needs_types_of_gradients
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [({}, torch.float32), ({"momentum": 0.9, "foreach": True}, torch.float32), ({"fused": True}, torch.float16)],
+)
+def test_whether_it_can_is_asked_of_its_options(options: dict[str, Any], expected: torch.dtype) -> None:
+    model = nn.Linear(6, 1).half()
+    model.weight.grad = torch.ones_like(model.weight)
+    check_optimizer(torch.optim.SGD(model.parameters(), lr=0.1, **options), list(model.parameters()))
+    assert model.weight.grad_dtype is model.weight.grad.dtype is model.bias.grad_dtype is expected
 
 
 @needs_types_of_gradients
