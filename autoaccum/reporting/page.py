@@ -18,7 +18,6 @@ from autoaccum.reporting.amounts import format_rate, format_seconds, many
 from autoaccum.reporting.answers import Answer, twentieth
 from autoaccum.reporting.columns import Run, load_run
 from autoaccum.reporting.facts import Facts, facts_of
-from autoaccum.reporting.hover import described, html_legend
 from autoaccum.reporting.lines import News, cut_text, is_scheduled
 from autoaccum.reporting.plan_changes import tried_again
 from autoaccum.reporting.plots import comparison, pictures, png, svg
@@ -39,8 +38,6 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 _CSS = Path(__file__).with_name("page.css").read_text(encoding="utf-8")
-_SCRIPT = Path(__file__).with_name("page.js").read_text(encoding="utf-8")
-"""The one script of a page, the same in all: what is shown is in attributes, where nothing of it can be run."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -121,17 +118,12 @@ def _page(title: str, body: str, reload_every: float | None) -> str:
     """Return the document; nothing in it is loaded from elsewhere."""
     # In UTC, since nobody knows where the page is read.
     written = time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(clock.stamp()))
-    # The script keeps the reader's place; where none is run the browser loads the page again by itself.
-    again, live = "", ""
-    if reload_every is not None:
-        again = f'<noscript><meta http-equiv="refresh" content="{reload_every:g}"></noscript>\n'
-        live = f' data-live="{reload_every:g}"'
+    again = "" if reload_every is None else f'<meta http-equiv="refresh" content="{reload_every:g}">\n'
     return (
         f'<!DOCTYPE html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n{again}'
         f'<meta name="viewport" content="width=device-width, initial-scale=1">\n<title>{escaped(title)}</title>\n'
-        f"<style>{_CSS}</style>\n</head>\n<body{live}>\n{body}\n"
-        f"<footer>autoaccum {escaped(__version__)}, written {written}</footer>\n<script>{_SCRIPT}</script>\n"
-        f"</body>\n</html>\n"
+        f"<style>{_CSS}</style>\n</head>\n<body>\n{body}\n"
+        f"<footer>autoaccum {escaped(__version__)}, written {written}</footer>\n</body>\n</html>\n"
     )
 
 
@@ -345,16 +337,6 @@ def html_head(title: str, what: str, answers: Sequence[Answer], origin: str = ""
 
 def html_pictures(figures: Mapping[str, Figure]) -> str:
     """Return the figures as a block of pictures; nothing without one."""
-    elements = []
-    for name, figure in figures.items():
-        # Salted by their names, for ids in a page have to differ from picture to picture.
-        drawn = svg(figure, salt=name)
-        # What the script knows of it is read off the figure once it is drawn, and is in an attribute: no name that is
-        # a stranger's stands in a script.
-        known = escaped(json.dumps(described(figure), allow_nan=False, separators=(",", ":")))
-        elements.append(f'<figure data-picture="{known}">{drawn}{html_legend(figure)}</figure>\n')
-    return f'<p class="hint">{_HINT}</p>\n<div class="pictures">\n{"".join(elements)}</div>' if elements else ""
-
-
-_HINT = "Point at a picture for its values. Drag across it to zoom in, and double-click to zoom out."
-"""Help above the pictures, if the script runs."""
+    # Salted by their names, for ids in a page have to differ from picture to picture.
+    elements = [f"<figure>{svg(figure, salt=name)}</figure>\n" for name, figure in figures.items()]
+    return f'<div class="pictures">\n{"".join(elements)}</div>' if elements else ""

@@ -203,24 +203,15 @@ def svg(figure: Figure, salt: str) -> str:
     ``salt`` keeps its ids its own, for several figures share a page.
     """
     file = io.StringIO()
-    # What moves when a reader looks closer is told by its class; see page.js.
-    axes = figure.axes[0]
-    axes.xaxis.set_gid("x-axis")
-    for artist in (*axes.lines, *axes.collections):
-        artist.set_gid("curve" if artist in axes.lines else "band")
-    # The page has a legend of its own, beside the picture: in here its texts would shrink with it.
-    legends, figure.legends = figure.legends, []
     # Without a date and with a fixed salt the same run makes the same page, byte for byte but for its footer.
     with matplotlib.rc_context({**STYLE, "svg.hashsalt": salt}):
         figure.savefig(file, format="svg", transparent=True, metadata={"Date": None, "Creator": None})
-    figure.legends = legends
     text = file.getvalue()
     text = re.sub(r"<metadata>.*?</metadata>", "", text[text.index("<svg") :], flags=re.DOTALL)
-    # A hundredth of a point is enough for a place, also where a reader looks closer, and takes half the bytes.
+    # A hundredth of a point is enough for a place, and takes half the bytes.
     text = re.sub(r' d="[^"]*"', lambda path: re.sub(r"(\.\d\d)\d+", r"\1", path[0]), text)
-    text = re.sub(r'<g id="(x-axis|curve|band|[xy]tick)[^"]*"', r'<g class="\1"', text)
     # Ids that nothing refers to would be the same in every figure.
-    text = re.sub(r'<g id="(?:figure|axes|patch|line2d|text|matplotlib|legend)[^"]*"', "<g", text)
+    text = re.sub(r'<g id="[^"]*"', "<g", text)
     return text.replace(INK, "currentColor")
 
 

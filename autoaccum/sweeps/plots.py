@@ -17,7 +17,6 @@ from matplotlib.ticker import EngFormatter, FixedLocator, FuncFormatter, LogLoca
 
 from autoaccum.reporting.columns import Run
 from autoaccum.reporting.curves import Values, thinned
-from autoaccum.reporting.hover import name_points
 from autoaccum.reporting.plots import BLUE, GREEN, GREY, INK, ORANGE, PURPLE, RED, SIZE, STYLE, scale_loss
 from autoaccum.sweeps.facts import StudyFacts, TrialFacts, shown
 
@@ -127,8 +126,7 @@ def _draw_map(axes: Axes, facts: StudyFacts) -> None:
         (("running",), "+", "running"),
     ):
         if some := [trial for trial in placed if trial.state in states]:
-            (points,) = axes.plot(*_places(some), label=label, **_mark(marker, GREY, size=6))
-            name_points(points, [f"trial {trial.number}: {trial.state}" for trial in some])
+            axes.plot(*_places(some), label=label, **_mark(marker, GREY, size=6))
     complete = [trial for trial in placed if trial.values and np.isfinite(trial.values[0])]
     if not complete:  # nothing to colour, and no bar
         return
@@ -150,7 +148,6 @@ def _draw_map(axes: Axes, facts: StudyFacts) -> None:
         linewidths=0.6,
         zorder=3,
     )
-    name_points(drawn, _named(complete))
     # The bar has an arrow where values lie beyond its end.
     beyond = "neither"
     if values.min() < low:
@@ -172,8 +169,7 @@ def _draw_map(axes: Axes, facts: StudyFacts) -> None:
 def _draw_best_lrs(axes: Axes, facts: StudyFacts) -> None:
     """Draw the best lr of each effective batch, the line fitted to them, and the two rules beside it."""
     ended = [trial for trial in facts.trials if trial.values and trial.place]
-    (points,) = axes.plot(*_places(ended), "o", color=GREY, alpha=_FAINT, markersize=4, label="complete trials")
-    name_points(points, _named(ended))
+    axes.plot(*_places(ended), "o", color=GREY, alpha=_FAINT, markersize=4, label="complete trials")
     x, y = np.array([(best.effective_batch, best.lr) for best in facts.best_lrs]).T
     if (growth := facts.growth) is not None:
         # Through the middle of the points, as the fitted line is.
@@ -188,8 +184,7 @@ def _draw_best_lrs(axes: Axes, facts: StudyFacts) -> None:
     edge = np.array([best.is_edge for best in facts.best_lrs])
     for which, face, label in ((~edge, ORANGE, "best"), (edge, "none", "best, at the edge of what was tried")):
         if which.any():
-            (points,) = axes.plot(x[which], y[which], zorder=3, label=label, **_mark("D", ORANGE, size=8, face=face))
-            name_points(points, label)
+            axes.plot(x[which], y[which], zorder=3, label=label, **_mark("D", ORANGE, size=8, face=face))
 
 
 def _curves(facts: StudyFacts, runs: Mapping[int, Run]) -> Iterator[tuple[str, str, str, dict[int, Curve]]]:
@@ -207,13 +202,13 @@ def _curves(facts: StudyFacts, runs: Mapping[int, Run]) -> Iterator[tuple[str, s
 
 def _draw_curves(axes: Axes, facts: StudyFacts, curves: Mapping[int, Curve], metric: str) -> None:
     """Draw the curves of trials faintly, and those of the best above them."""
-    state_of = {trial.number: trial.state for trial in facts.trials}
+    complete = {trial.number for trial in facts.trials if trial.state == "complete"}
     labelled: set[str] = set()  # one curve of a kind is named in the legend
     best = [number for number in _shown_best(facts) if number in curves]
     for number, (x, y) in sorted(curves.items()):
         if number in best:
             continue
-        is_complete = state_of[number] == "complete"
+        is_complete = number in complete
         label = "complete" if is_complete else "others, pruned for the most part"
         named: dict[str, Any] = {} if label in labelled else {"label": label}
         labelled.add(label)
@@ -221,12 +216,10 @@ def _draw_curves(axes: Axes, facts: StudyFacts, curves: Mapping[int, Curve], met
         # A curve of a point or two would hardly be seen.
         marker: dict[str, Any] = {"marker": "o", "markersize": 2.5} if len(x) < 3 else {}
         colour = BLUE if is_complete else GREY
-        (line,) = axes.plot(x, y, style, color=colour, alpha=_FAINT, linewidth=1, **marker, **named)
-        name_points(line, f"trial {number}: {state_of[number]}")
+        axes.plot(x, y, style, color=colour, alpha=_FAINT, linewidth=1, **marker, **named)
     for at, number in enumerate(best):
         name = None if at else _of_best(facts, metric)
-        (line,) = axes.plot(*curves[number], color=RED, linewidth=2.2, marker="o", markersize=3, zorder=3, label=name)
-        name_points(line, f"trial {number}: {state_of[number]}")
+        axes.plot(*curves[number], color=RED, linewidth=2.2, marker="o", markersize=3, zorder=3, label=name)
     maximised = metric == facts.metrics[0] and facts.is_maximised()
     scale_loss(axes, np.concatenate([y for _, y in curves.values()]), logarithmic=not maximised)
     axes.set_xlim(left=0)  # where every trial began
@@ -241,15 +234,13 @@ def _draw_front(axes: Axes, facts: StudyFacts, complete: Sequence[TrialFacts], a
     )
     front = [(trial.values[at], trial.values[0]) for trial in best]
     places = [trial.values[at] for trial in beaten], [trial.values[0] for trial in beaten]
-    (points,) = axes.plot(*places, "o", color=GREY, alpha=0.6, label="beaten in all")
-    name_points(points, _numbered(beaten))
+    axes.plot(*places, "o", color=GREY, alpha=0.6, label="beaten in all")
     # Nothing beyond the steps has been reached: each goes from its trial to where x is worse.
     steps = "steps-pre" if facts.is_maximised(at) else "steps-post"
     # Of three metrics and more the front is no line in two of them.
     style: dict[str, Any] = {"drawstyle": steps} if len(facts.metrics) == 2 else {"linestyle": "none"}
     x, y = [x for x, _ in front], [y for _, y in front]
-    (line,) = axes.plot(x, y, marker="D", color=RED, label="Pareto front", clip_on=False, **style)
-    name_points(line, _numbered(best))
+    axes.plot(x, y, marker="D", color=RED, label="Pareto front", clip_on=False, **style)
     if len(complete) <= _NUMBERED:
         # Trials of the same values are one point, and one number stands beside it.
         number_of = {(trial.values[at], trial.values[0]): trial.number for trial in complete}
@@ -332,16 +323,6 @@ def _validated(run: Run, metric: str) -> tuple[Curve, Curve] | None:
     # A validation comes after a window: at the seconds of training that there were then.
     seconds = np.concatenate(([0.0], run.seconds))[np.searchsorted(run.windows["step"], steps, "right")]
     return thinned(run.samples_at(steps).astype(float), values), thinned(seconds, values)
-
-
-def _named(trials: Sequence[TrialFacts]) -> list[str]:
-    """Return the names of complete trials where their values are not on an axis."""
-    return [f"trial {trial.number}: {shown(trial.values[0])}" for trial in trials]
-
-
-def _numbered(trials: Sequence[TrialFacts]) -> list[str]:
-    """Return the names of trials."""
-    return [f"trial {trial.number}" for trial in trials]
 
 
 def _places(trials: Sequence[TrialFacts]) -> tuple[list[int], list[float]]:

@@ -217,15 +217,8 @@ def test_runs_are_compared_in_the_same_axes(run: Run, tmp_path: Path) -> None:
     assert comparison([empty], ["1: b"]) == {}
 
 
-def test_in_an_svg_what_moves_has_a_class_and_the_legend_is_left_to_the_page(run: Run) -> None:
-    figure = pictures(run)["memory"]
-    text = svg(figure, salt="memory")
-    assert text.count('class="curve"') == len(figure.axes[0].lines)
-    assert text.count('class="band"') == 1
-    assert text.count('class="x-axis"') == 1
-    assert 'class="xtick"' in text
-    assert "peak of a window" not in text
-    assert len(figure.legends) == 1, "the file has it"
+def test_an_svg_has_its_legend(run: Run) -> None:
+    assert "peak of a window" in svg(pictures(run)["memory"], salt="memory")
 
 
 def test_an_svg_takes_the_colour_of_the_text_and_shares_no_id(run: Run) -> None:

@@ -74,7 +74,7 @@ def test_the_page_has_sentences_pictures_and_a_table(tmp_path: Path) -> None:
 
 def test_it_needs_nothing_but_itself(tmp_path: Path) -> None:
     page = page_of(study(*law(0.5)), tmp_path)
-    assert page.runs_nothing_foreign()
+    assert page.runs_nothing()
     assert not {"link", "img", "image", "iframe", "object"} & set(page.tags)
     links = [value for name, value in page.attributes if name in ("src", "href", "xlink:href")]
     assert all(link is not None and link.startswith("#") for link in links)
@@ -123,7 +123,7 @@ def test_metrics_may_be_called_anything(tmp_path: Path) -> None:
     written = write_study_report(study(*trials, metric=(NASTY, "../a/$b")), tmp_path)
     assert [image.name for image in written.images] == ["report-map.png", "report-front----a--b.png"]
     page = Page(written.path.read_text())
-    assert page.runs_nothing_foreign()
+    assert page.runs_nothing()
     assert page.rows[0][4:7] == [NASTY, "../a/$b", "samples"], "none has reported anything"
 
 
@@ -138,7 +138,7 @@ def test_nothing_that_was_written_is_taken_for_html(tmp_path: Path) -> None:
     space: dict[str, Any] = {"lr": CategoricalDistribution([NASTY]), NASTY: CategoricalDistribution([NASTY])}
     odd = optuna.trial.create_trial(value=0.5, params=dict.fromkeys(space, NASTY), distributions=space)
     page = page_of(study(*[odd] * 9, study_name=NASTY), tmp_path)
-    assert page.runs_nothing_foreign()
+    assert page.runs_nothing()
     assert page.rows[1][2:4] == [NASTY, NASTY]
     assert NASTY in page.text
 

@@ -17,7 +17,6 @@ from matplotlib.ticker import EngFormatter
 from optuna.distributions import CategoricalDistribution
 
 from autoaccum.events import Validated
-from autoaccum.reporting.hover import described
 from autoaccum.reporting.plots import svg
 from autoaccum.sweeps.facts import facts_of
 from autoaccum.sweeps.plots import pictures
@@ -104,18 +103,6 @@ def test_the_axes_show_all_that_was_searched() -> None:
         assert found[name].get_xticks().tolist() == [16, 64, 256]
         low, high = found[name].get_ylim()
         assert 1e-5 < low < 1e-4 < 1 < high < 10
-
-
-def test_points_have_names_for_whoever_points_at_them() -> None:
-    figures = pictures(facts_of(study(trial(0.25), trial(0.5, 0.2), trial(None, 0.3))), {}, {})
-    pruned, best, complete = described(figures["map"])["curves"]
-    assert best["name"] == "best: trial 0, 0.25"
-    assert pruned["names"] == ["trial 2: pruned"]
-    assert complete["names"] == ["trial 0: 0.25", "trial 1: 0.5"]
-    assert (complete["x"], complete["y"]) == ([16, 16], [0.1, 0.2])
-    assert [curve["name"] for curve in described(figures["loss"])["curves"]] == [
-        "trial 1: complete", "trial 2: pruned", "trial 0: complete",
-    ]  # fmt: skip
 
 
 def test_the_rules_go_through_the_middle_of_the_best() -> None:
