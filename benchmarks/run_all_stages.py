@@ -38,6 +38,9 @@ class Stage:
     """Distributions that take part where they are installed."""
 
 
+OPTIMIZERS = (
+    "bitsandbytes", "heavyball", "prodigyopt", "pytorch_optimizer", "schedulefree", "timm", "torchao",
+)  # fmt: skip
 TRAINERS = ("accelerate", "lightning", "transformers")
 WRITE = ("--write",)
 ONE_ROUND = ("--rounds", "1")
@@ -88,6 +91,7 @@ STAGES = [
     Stage(name="measurements", tables=("measurements",), arguments=WRITE, quick=(*ONE_ROUND, *WRITE)),
     Stage(name="memory", tables=("memory",)),
     Stage(name="noise", tables=("noise",)),
+    Stage(name="optimizers", tables=("optimizers",), quick=("torch",), peers=OPTIMIZERS),
     Stage(name="outputs", tables=("outputs",), quick=ONE_ROUND),
     Stage(name="planner", tables=("planner",), quick=("--repeats", "3")),
     Stage(name="records", tables=("records",), quick=("--windows", "10000")),

@@ -75,17 +75,18 @@ class OptimizerAttributes:
         if type(state) is not dict:
             refuse(entry, f"is {shown(state)}, not a dict")
         for name in state:
-            if type(name) is not str or name in OF_TORCH or hasattr(type(self._optimizer), name):
+            # A plain default of the class, count = 0, is no method: a step may write to the instance's own.
+            if type(name) is not str or name in OF_TORCH or hasattr(getattr(type(self._optimizer), name, 0), "__get__"):
                 refuse(below(entry, name), "is no attribute of the optimizer's own")
 
     def load_state_dict(self, state: State) -> None:
         """Put back what ``state_dict`` returned."""
         parameters = [p for group in self._optimizer.param_groups for p in group["params"]]
-        own = vars(self._optimizer)
+        own, moved = vars(self._optimizer), dict[tuple[int, torch.device], torch.Tensor]()
         for name, value in state.items():
             there = own.get(name)
             like = there if isinstance(there, torch.Tensor) else parameters[0]
-            own[name] = beside(like, value, {}) if parameters else value
+            own[name] = beside(like, value, {}, moved) if parameters else value
 
 
 def _has_key(value: Any, keys: set[int]) -> bool:

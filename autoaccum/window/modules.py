@@ -118,12 +118,16 @@ def _uncast() -> Iterator[None]:
             for group, saved in groups
             for p, number in zip(group["params"], saved["params"], strict=False)
         }
-        kept = {}
+        kept, moved = {}, dict[tuple[int, torch.device], torch.Tensor]()
         for key, value in state_dict["state"].items():
             p, group = of_number.get(key, (None, {}))
             # Under a number PyTorch casts a value. Under any other key, the parameter itself too, it leaves it alone.
-            kept[key if p is None else p] = value if p is None else beside(p, value, group)
+            kept[key if p is None else p] = value if p is None else beside(p, value, group, moved)
         of_torch(optimizer, {**state_dict, "state": kept})
+        # PyTorch copies groups. A count that a group shares with the state of its parameters stays one.
+        shared = {key: tensor for (key, _), tensor in moved.items()}
+        for group, saved in zip(optimizer.param_groups, state_dict["param_groups"], strict=False):
+            group.update({name: shared[id(value)] for name, value in saved.items() if id(value) in shared})
 
     torch.optim.Optimizer.load_state_dict = load  # type: ignore[method-assign, assignment]
     try:
@@ -132,23 +136,34 @@ def _uncast() -> Iterator[None]:
         torch.optim.Optimizer.load_state_dict = of_torch  # type: ignore[method-assign]
 
 
-def beside(p: torch.Tensor, value: Any, group: State, name: Any = None) -> Any:
-    """Return what is kept of a parameter with its tensors on the parameter's device, in containers of its own."""
+def beside(
+    p: torch.Tensor, value: Any, group: State, moved: dict[tuple[int, torch.device], torch.Tensor], name: Any = None
+) -> Any:
+    """Return what is kept of a parameter with its tensors on the parameter's device, in containers of its own.
+
+    Args:
+        p: the parameter.
+        value: what is kept.
+        group: of the parameter.
+        moved: takes each tensor as it was moved, by its id and the device, so that one that is shared stays one.
+        name: under which it is kept.
+    """
     if isinstance(value, torch.Tensor):
         # Where PyTorch keeps the number of steps: on the host, unless kernels read it.
         is_on_host = name == "step" and not (group.get("capturable") or group.get("fused"))
-        return value if is_on_host else value.to(p.device)
+        device = value.device if is_on_host else p.device
+        return moved.setdefault((id(value), device), value.to(device))
     if isinstance(value, dict):
         by_key = copy(value)  # with what else a dict has, such as its factory
-        by_key.update({key: beside(p, entry, group, key) for key, entry in value.items()})
+        by_key.update({key: beside(p, entry, group, moved, key) for key, entry in value.items()})
         return by_key
     if isinstance(value, tuple):
-        entries = [beside(p, entry, group) for entry in value]
+        entries = [beside(p, entry, group, moved) for entry in value]
         return value._make(entries) if hasattr(value, "_make") else type(value)(entries)
     if isinstance(value, list | deque):
         in_order = copy(value)
         in_order.clear()
-        in_order.extend(beside(p, entry, group) for entry in value)
+        in_order.extend(beside(p, entry, group, moved) for entry in value)
         return in_order
     return value
 

@@ -22,6 +22,8 @@ DATA = classes(24, torch.float64)
 class Decays(torch.optim.Optimizer):
     """Its rate falls by what it has counted and added up on itself, and by what it remembers by the ids of parameters."""
 
+    taken = late = 0
+
     def __init__(self, params: Any) -> None:
         super().__init__(params, {"lr": 0.3})
         self.taken, self.parameters = 0, [p for group in self.param_groups for p in group["params"]]
@@ -30,11 +32,12 @@ class Decays(torch.optim.Optimizer):
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
         self.taken += 1
+        self.late += 1
         self.total += float(self.parameters[0].grad.abs().sum())
         self.seen["sums"][0] += 1
         self.seen["names"].append("b")
         for p in self.parameters:
-            scale = self.taken + self.total + self.seen["sums"][0] + len(self.seen["names"])
+            scale = self.taken + self.late + self.total + self.seen["sums"][0] + len(self.seen["names"])
             p.sub_(p.grad * (0.3 / scale))
 
 
@@ -75,7 +78,8 @@ def test_a_run_that_goes_on_finds_them(tmp_path: Path) -> None:
     result, found = train(Decays, run_dir=tmp_path)
     assert torch.equal(found, expected)
     optimizer: Any = result.optimizer
-    assert (optimizer.taken, optimizer.seen["sums"].tolist(), len(optimizer.seen["names"])) == (8, [8.0], 9)
+    assert (optimizer.taken, optimizer.late, optimizer.seen["sums"].tolist()) == (8, 8, [8.0])
+    assert len(optimizer.seen["names"]) == 9
     assert all(p is own for p, own in zip(optimizer.parameters, result.model.parameters(), strict=True))
     assert not [event for event in result.events if isinstance(event, Notice)]
 

@@ -202,6 +202,19 @@ def test_what_an_optimizer_keeps_comes_back_of_the_same_type(name: str, is_wrapp
     second.load_state_dict(torch.optim.SGD([p], lr=0.1).state_dict())  # as it is without us
 
 
+def test_a_tensor_that_groups_and_states_share_stays_one() -> None:
+    parameters = [nn.Parameter(torch.zeros(2)) for _ in range(2)]
+    first, second = (InFloat32([{"params": [p]} for p in parameters]) for _ in range(2))
+    first.param_groups[0]["taken"] = taken = torch.tensor(3)
+    for p in parameters:
+        first.state[p] = {"step": taken, "deeper": [taken]}
+    load_optimizer(second, copy.deepcopy(first.state_dict()))
+    second.param_groups[0]["taken"] += 1
+    found = [second.state[p] for p in parameters]
+    assert [(kept["step"].item(), kept["deeper"][0].item()) for kept in found] == [(4, 4)] * 2
+    assert taken.item() == 3
+
+
 def test_an_optimizer_that_took_no_step_has_nothing_to_come_back() -> None:
     parameter = nn.Parameter(torch.zeros(2))
     first, second = (torch.optim.SGD([parameter], lr=lr, momentum=0.9) for lr in (0.5, 0.1))
