@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import deque
+from copy import copy
 from typing import Any
 
 import torch
@@ -21,6 +23,9 @@ class OptimizerAttributes:
         """Note what they are before the first step."""
         self._optimizer = optimizer
         self._before = {name: (places := self._places(name), places.marks()) for name in self._names()}
+        own, kinds = vars(optimizer), (dict, list, set, deque)
+        self.empty = {name: copy(own[name]) for name in self._before if isinstance(own[name], kinds) and not own[name]}
+        """Containers that began empty, as they were made."""
 
     def _names(self) -> list[str]:
         # PyTorch's own keep nothing there that is more than a cache. What one wraps is in its state_dict.

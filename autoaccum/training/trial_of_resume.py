@@ -51,11 +51,11 @@ def _tried(run: Any, checkpoint: Checkpoint) -> str:
     state.pop("trained", None)
     try:
         copied.load_trained(*copied.checked(weights, state))
+        found = _entries(*copied.trained())
     except Exception as error:
         if is_out_of_memory(error):
             raise
         return f"{type(error).__name__}: {error}".partition(" Resume from another checkpoint")[0]
-    found = _entries(*copied.trained())
     for entry, saved in _entries(weights, state).items():
         if entry not in found or not _is_same(pack({}, saved), pack({}, found[entry])):
             return f"{entry} comes back as something else"
@@ -94,6 +94,8 @@ def _copied(run: Any) -> Any:
     for made, module in zip((model, *others), (run.model, *run.others), strict=True):
         with_types_of(made.parameters(), module.parameters())
     optimizer = _copy_of(run.optimizer, memo)
+    # What steps have put there may be of the parameters that were copied: views by their addresses.
+    vars(optimizer).update(copy.deepcopy(run.optimizer_attributes.empty))
     allocate_state(optimizer, [model, *others])
     return replace(
         run, model=model, others=others, optimizer=optimizer, optimizer_attributes=OptimizerAttributes(optimizer)

@@ -49,6 +49,34 @@ class Draws(torch.optim.SGD):
         torch.rand(3)
 
 
+class Addressed(torch.optim.SGD):
+    """It finds parameters by their addresses, and has modes."""
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self.seen: dict[Any, Any] = {}
+        self.found: dict[int, Any] = {}
+
+    def train(self) -> None:
+        for p in self.param_groups[0]["params"]:
+            if p not in self.seen:
+                self.seen[p], self.found[p.data_ptr()] = p, p
+            assert self.found[p.data_ptr()] is p
+
+    eval = train
+
+
+class FailsInModes(torch.optim.SGD):
+    def load_state_dict(self, state_dict: Any) -> None:
+        super().load_state_dict(state_dict)
+        self.is_loaded = True
+
+    def train(self) -> None:
+        assert not hasattr(self, "is_loaded"), "no such mode"
+
+    eval = train
+
+
 def train(tmp_path: Path, optimizer: Any = torch.optim.SGD, model: nn.Module | None = None, steps: int = 3) -> Any:
     torch.manual_seed(0)
     model = mlp() if model is None else model
@@ -62,6 +90,7 @@ def train(tmp_path: Path, optimizer: Any = torch.optim.SGD, model: nn.Module | N
 WRONG: dict[str, tuple[Any, Any, str]] = {
     "an optimizer that refuses": (Refuses, mlp, r"optimizer cannot be put back \(KeyError\('exp_avg'\)\)"),
     "an optimizer that forgets": (Forgets, mlp, r"optimizer\.state\[0\]\.momentum_buffer comes back as something else"),
+    "an optimizer with modes": (FailsInModes, mlp, "AssertionError: no such mode"),
     "a layer": (torch.optim.SGD, lambda: nn.Sequential(mlp(), Odd()), r"weights cannot be put back .*no such state"),
 }
 
@@ -74,6 +103,12 @@ def test_what_cannot_be_resumed_is_told_at_once(tmp_path: Path, case: str) -> No
     kinds = [type(event).__name__ for event in result.events]
     assert kinds.count("Notice") == 1
     assert kinds.index("Notice") == kinds.index("Saved") + 1
+
+
+@pytest.mark.filterwarnings("ignore:Addressed changes found")
+def test_what_is_found_by_addresses_is_found_in_the_copy(tmp_path: Path) -> None:
+    result = train(tmp_path, Addressed)
+    assert not [event for event in result.events if "cannot resume" in str(event)]
 
 
 def test_it_leaves_no_mark(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
