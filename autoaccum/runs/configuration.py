@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -58,8 +58,10 @@ def plain(values: Mapping[str, Any]) -> dict[str, Any]:
     for name, value in values.items():
         if type(value).__module__ == "numpy" and hasattr(value, "item") and not getattr(value, "ndim", 1):
             value = value.item()  # a number or a flag of NumPy's is the one of Python that it stands for
-        is_plain = value is None or isinstance(value, bool | int | float | str)
-        found[name] = value if is_plain else text_of(value)
+        # A member of an IntEnum, or of a StrEnum, is the number or the text that it stands for.
+        kinds: dict[type, Callable[[Any], Any]] = {bool: bool, int: int, float: float, str: str.__str__}
+        as_plain = next((made for kind, made in kinds.items() if isinstance(value, kind)), text_of)
+        found[name] = None if value is None else as_plain(value)
     return found
 
 

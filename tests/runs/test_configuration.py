@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import enum
+
 import torch
 from torch.nn.functional import cross_entropy
 
@@ -25,6 +27,25 @@ def test_options_are_what_decides() -> None:
     assert "amsgrad" not in one["group 0"]
     other = describe_optimizer(torch.optim.AdamW(mlp().parameters(), lr=0.1, amsgrad=True))
     assert other["group 0"] == {**one["group 0"], "amsgrad": True}
+
+
+class Size(enum.IntEnum):
+    LARGE = 2
+
+
+class Side(str, enum.Enum):
+    LEFT = "left"
+
+
+class Text(str):
+    def __str__(self) -> str:
+        return "another"
+
+
+def test_members_of_enums_of_numbers_and_texts_are_these() -> None:
+    found = plain({"a": Size.LARGE, "b": Side.LEFT, "c": Text("own"), "d": True})
+    assert found == {"a": 2, "b": "left", "c": "own", "d": True}
+    assert [type(value) for value in found.values()] == [int, str, str, bool]
 
 
 def test_plain_values() -> None:
