@@ -36,9 +36,19 @@ def refuse_sharded(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
 
 
 def into_training(optimizer: torch.optim.Optimizer) -> None:
-    """Put an optimizer that has modes into that for training."""
+    """Put an optimizer that has modes into that for training.
+
+    Raises:
+        ArgumentError: it only hands on its train(), to an optimizer that has none.
+    """
     if has_modes(optimizer):
-        optimizer.train()  # type: ignore[attr-defined]
+        try:
+            optimizer.train()  # type: ignore[attr-defined]
+        except AttributeError as error:
+            cure = f"It raised {error!r}. Have it wrap one with train() and eval(), or step it in a loop of your own."
+            raise ArgumentError(
+                "optimizer", type(optimizer).__name__, "one whose train() can be called", cure
+            ) from error
         _EVALUATING.discard(optimizer)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections import deque
 from copy import copy
 from typing import Any
@@ -64,8 +65,11 @@ class OptimizerAttributes:
     def lost(self) -> list[str]:
         """Return the names of those that steps have changed, and that no checkpoint holds."""
         kept, found = self.state_dict(), []
+        kind = type(self._optimizer)
+        of_state = [inspect.unwrap(method).__code__.co_names for method in (kind.state_dict, kind.load_state_dict)]
         for name in self._names():
-            if name not in kept:
+            # What the optimizer's own methods both name is in its state_dict, in a form of its own.
+            if name not in kept and not all(name in names for names in of_state):
                 before = self._before.get(name)
                 if before is None or before[0].differ(self._places(name), before[1]):
                     found.append(name)

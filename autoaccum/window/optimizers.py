@@ -253,6 +253,17 @@ def refuse_closure(optimizer: torch.optim.Optimizer) -> ArgumentTypeError:
     )
 
 
+def refuse_graphs(optimizer: torch.optim.Optimizer) -> ArgumentError:
+    """Return the error for an optimizer that differentiates gradients."""
+    return ArgumentError(
+        "optimizer",
+        type(optimizer).__name__,
+        "an optimizer that needs no backward(create_graph=True)",
+        "It differentiates gradients, and autoaccum accumulates them without a graph. Take a first-order one (AdamW, "
+        "SGD, Adafactor, ...), or step this one in a loop of your own.",
+    )
+
+
 def _arguments_of_step(optimizer: torch.optim.Optimizer) -> list[inspect.Parameter]:
     """Return what its step can be called with: of one that a scheduler has wrapped, ``self`` is seen too."""
     found = inspect.signature(optimizer.step).parameters.values()

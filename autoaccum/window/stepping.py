@@ -24,7 +24,14 @@ from autoaccum.memory.base import Memory
 from autoaccum.memory.oom import RanOut, attempt, insist
 from autoaccum.window.closures import Closure, Mark
 from autoaccum.window.gradient import Gradient
-from autoaccum.window.optimizers import is_pytorchs, may_need_closure, refuse_closure, refuse_other_gradients, words_of
+from autoaccum.window.optimizers import (
+    is_pytorchs,
+    may_need_closure,
+    refuse_closure,
+    refuse_graphs,
+    refuse_other_gradients,
+    words_of,
+)
 from autoaccum.window.surroundings import is_generator
 
 
@@ -91,7 +98,8 @@ class Stepper:
         Raises:
             OptimizerOutOfMemoryError: memory ran out, perhaps half-way through the parameters.
             WithoutClosureError: the very first step failed, and may not with a closure.
-            ArgumentError: the optimizer steps on something else than gradients; it has taken no step.
+            ArgumentError: the optimizer steps on something else than gradients, or differentiates them; it has taken no
+                step.
         """
         optimizer, writes = self._optimizer, self._writes
         if step == 1:  # a backward may have been the first to leave something there
@@ -114,8 +122,11 @@ class Stepper:
             except Exception as error:
                 if mark is None:
                     raise
-                if mark.is_of(self._parameters()) and not writes.are_in_state():
-                    raise WithoutClosureError(error, has_gradient=not writes.are_in_gradients()) from error
+                if mark.is_of(self._parameters()):
+                    if isinstance(error, RuntimeError) and self._does_on_graphs():
+                        raise refuse_graphs(optimizer) from error
+                    if not writes.are_in_state():
+                        raise WithoutClosureError(error, has_gradient=not writes.are_in_gradients()) from error
                 error.add_note(_IF_CLOSURE)
                 raise
             if not isinstance(outcome, RanOut):
@@ -193,11 +204,32 @@ class Stepper:
 
     def does_with(self, loss: torch.Tensor) -> bool:
         """Return whether a step that has failed without a closure does not fail with one; it is undone."""
-        # Its state is not put back, nor its gradients: this is asked where the run ends either way.
+        # Its gradients are not put back: this is asked where the run ends either way.
+        return self._passes(lambda: self._optimizer.step(lambda: loss))  # type: ignore[arg-type, return-value]
+
+    def _does_on_graphs(self) -> bool:
+        """Return whether a step that has failed does not fail on gradients that have a graph; it is undone."""
+        gradients = [p.grad for p in self._parameters()]
+
+        def step() -> None:
+            with torch.enable_grad():
+                for p in self._parameters():
+                    if p.grad is not None:
+                        p.grad = p.grad + 0 * (p - p.detach())
+            self._optimizer.step()
+
+        try:
+            return self._passes(step)
+        finally:
+            for p, gradient in zip(self._parameters(), gradients, strict=True):
+                p.grad = gradient
+
+    def _passes(self, step: Callable[[], Any]) -> bool:
+        """Return whether a step does not fail; parameters are put back, and state is not."""
         kept = [p.detach().clone() for p in self._parameters()]
         try:
             with self.strays.ours():
-                self._optimizer.step(lambda: loss)  # type: ignore[arg-type, return-value]
+                step()
         except Exception:
             return False
         finally:

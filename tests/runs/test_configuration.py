@@ -33,7 +33,7 @@ class Size(enum.IntEnum):
     LARGE = 2
 
 
-class Side(str, enum.Enum):
+class Side(str, enum.Enum):  # noqa: UP042 (its text is another)
     LEFT = "left"
 
 

@@ -254,6 +254,31 @@ class TestErrors:
             )  # fmt: skip
         assert same(list(before.values()), list(model.state_dict().values()))
 
+    @pytest.mark.parametrize(
+        "by",
+        [
+            lambda model, optimizer: by_us(model, optimizer, 6),
+            lambda model, optimizer: autoaccum.fit(
+                model, DATA[0], effective_batch=20, loss_fn=cross_entropy, optimizer=optimizer, progress=False
+            ),
+        ],
+    )
+    def test_of_gradients_without_a_graph(self, by: Any) -> None:
+        class Curved(torch.optim.SGD):
+            def step(self, closure: Any = None) -> None:  # type: ignore[override]
+                p = self.param_groups[0]["params"][0]
+                self.state[p]["taken"] = 1
+                torch.autograd.grad(p.grad, p, torch.ones_like(p), retain_graph=True)
+                super().step()
+
+        Curved.__module__ = "a library"
+        model = mlp(torch.float64)
+        before = copy.deepcopy(model.state_dict())
+        optimizer = Curved(model.parameters(), lr=0.1)
+        with pytest.raises(errors.ArgumentError, match=r"optimizer='Curved'.*create_graph=True.*loop of your own"):
+            by(model, optimizer)
+        assert same(list(before.values()), list(model.state_dict().values()))
+
     def test_float16_has_none_either(self) -> None:
         model = mlp()
         with pytest.raises(errors.ConflictingArgumentsError, match="optimizer=Demanding"):

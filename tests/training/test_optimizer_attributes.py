@@ -93,6 +93,21 @@ def test_what_cannot_be_saved_is_announced_after_the_first_step(tmp_path: Path) 
     assert result.num_steps == 8
 
 
+def test_what_an_optimizers_own_state_dict_has_is_not_announced(tmp_path: Path) -> None:
+    class Keeps(Loses):
+        def state_dict(self) -> Any:
+            place = {id(p): index for index, p in enumerate(self.parameters)}
+            kept = {place[key]: value for key, value in self.by_id.items()}
+            return {**super().state_dict(), "kept": kept, "count": self.tracker.count}
+
+        def load_state_dict(self, state_dict: Any) -> None:
+            super().load_state_dict(state_dict)
+            self.by_id = {id(self.parameters[index]): value for index, value in state_dict["kept"].items()}
+
+    with pytest.warns(autoaccum.AutoaccumWarning, match="Keeps changes tracker of its own"):
+        train(Keeps, run_dir=tmp_path)
+
+
 def test_pytorchs_own_keep_nothing_on_themselves() -> None:
     optimizer = torch.optim.LBFGS(mlp().parameters())
     found = OptimizerAttributes(optimizer)
