@@ -18,10 +18,70 @@ from autoaccum.window.stepping import OF_TORCH, Places
 
 
 class OptimizerAttributes:
-    """The attributes of one optimizer, which its ``state_dict`` may leave out."""
+    """The attributes of an optimizer, and of those that it wraps, which its ``state_dict`` may leave out."""
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
         """Note what they are before the first step."""
+        self._of = {path: _OfOne(one) for path, one in with_wrapped(optimizer).items()}
+
+    def empty(self, path: str) -> State:
+        """Return the containers that began empty, as they were made, of the optimizer at a path."""
+        return self._of[path].empty
+
+    def state_dict(self) -> State:
+        """Return those that a checkpoint can hold."""
+        return {path + name: value for path, one in self._of.items() for name, value in one.state_dict().items()}
+
+    def lost(self) -> list[str]:
+        """Return the names of those that steps have changed, and that no checkpoint holds."""
+        return [path + name for path, one in self._of.items() for name in one.lost()]
+
+    def check(self, state: Any, entry: str) -> None:
+        """Check what ``load_state_dict`` is to put back.
+
+        Raises:
+            CheckpointCorruptError: it would take the place of a method, or of what PyTorch keeps there.
+        """
+        if type(state) is not dict:
+            refuse(entry, f"is {shown(state)}, not a dict")
+        for name in state:
+            path, _, attribute = name.rpartition(".") if type(name) is str else ("", "", None)
+            one = self._of.get(path and f"{path}.")
+            if attribute is None or one is None or not one.may_have(attribute):
+                refuse(below(entry, name), "is no attribute of the optimizer's own")
+
+    def load_state_dict(self, state: State) -> None:
+        """Put back what ``state_dict`` returned."""
+        moved: dict[tuple[int, torch.device], torch.Tensor] = {}
+        for name, value in state.items():
+            path, _, attribute = name.rpartition(".")
+            self._of[path and f"{path}."].put_back(attribute, value, moved)
+
+
+def with_wrapped(optimizer: torch.optim.Optimizer) -> dict[str, torch.optim.Optimizer]:
+    """Return an optimizer, and those that it wraps, by what stands before their attributes: "", "inner.", "all[0]."."""
+    found: dict[str, torch.optim.Optimizer] = {}
+    seen: set[int] = set()
+    waiting: list[tuple[str, Any]] = [("", optimizer)]
+    while waiting:
+        path, value = waiting.pop()
+        if id(value) in seen:
+            continue
+        seen.add(id(value))
+        if isinstance(value, torch.optim.Optimizer):
+            before = f"{path}." if path else ""
+            found[before] = value
+            waiting += [(before + name, kept) for name, kept in vars(value).items() if name not in OF_TORCH]
+        elif isinstance(value, dict | list | tuple):
+            entries = value.items() if isinstance(value, dict) else enumerate(value)
+            waiting += [(f"{path}[{key!r}]", entry) for key, entry in entries]
+    return found
+
+
+class _OfOne:
+    """The attributes of one optimizer."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
         self._optimizer = optimizer
         self._before = {name: (places := self._places(name), places.marks()) for name in self._names()}
         own, kinds = vars(optimizer), (dict, list, set, deque)
@@ -29,7 +89,7 @@ class OptimizerAttributes:
         """Containers that began empty, as they were made."""
 
     def _names(self) -> list[str]:
-        # PyTorch's own keep nothing there that is more than a cache. What one wraps is in its state_dict.
+        # PyTorch's own keep nothing there that is more than a cache. What one wraps has its own.
         if is_pytorchs(self._optimizer):
             return []
         own = vars(self._optimizer).items()
@@ -75,27 +135,18 @@ class OptimizerAttributes:
                     found.append(name)
         return found
 
-    def check(self, state: Any, entry: str) -> None:
-        """Check what ``load_state_dict`` is to put back.
+    def may_have(self, name: str) -> bool:
+        """Return whether an attribute may be put back: neither a method, nor what PyTorch keeps there."""
+        # A plain default of the class, count = 0, is no method: a step may write to the instance's own.
+        return name not in OF_TORCH and not hasattr(getattr(type(self._optimizer), name, 0), "__get__")
 
-        Raises:
-            CheckpointCorruptError: it would take the place of a method, or of what PyTorch keeps there.
-        """
-        if type(state) is not dict:
-            refuse(entry, f"is {shown(state)}, not a dict")
-        for name in state:
-            # A plain default of the class, count = 0, is no method: a step may write to the instance's own.
-            if type(name) is not str or name in OF_TORCH or hasattr(getattr(type(self._optimizer), name, 0), "__get__"):
-                refuse(below(entry, name), "is no attribute of the optimizer's own")
-
-    def load_state_dict(self, state: State) -> None:
-        """Put back what ``state_dict`` returned."""
+    def put_back(self, name: str, value: Any, moved: dict[tuple[int, torch.device], torch.Tensor]) -> None:
+        """Put one back."""
         parameters = [p for group in self._optimizer.param_groups for p in group["params"]]
-        own, moved = vars(self._optimizer), dict[tuple[int, torch.device], torch.Tensor]()
-        for name, value in state.items():
-            there = own.get(name)
-            like = there if isinstance(there, torch.Tensor) else parameters[0]
-            own[name] = beside(like, value, {}, moved) if parameters else value
+        own = vars(self._optimizer)
+        there = own.get(name)
+        like = there if isinstance(there, torch.Tensor) else parameters[0]
+        own[name] = beside(like, value, {}, moved) if parameters else value
 
 
 def _has_key(value: Any, keys: set[int]) -> bool:

@@ -15,7 +15,7 @@ from autoaccum.memory.oom import RanOut, attempt, is_out_of_memory
 from autoaccum.runs.checkpoint import Checkpoint
 from autoaccum.runs.states import Packed, pack
 from autoaccum.runs.tensor_files import as_bytes
-from autoaccum.training.optimizer_attributes import OptimizerAttributes
+from autoaccum.training.optimizer_attributes import OptimizerAttributes, with_wrapped
 from autoaccum.window.modules import State
 from autoaccum.window.optimizers import allocate_state, with_types_of
 
@@ -94,8 +94,9 @@ def _copied(run: Any) -> Any:
     for made, module in zip((model, *others), (run.model, *run.others), strict=True):
         with_types_of(made.parameters(), module.parameters())
     optimizer = _copy_of(run.optimizer, memo)
-    # What steps have put there may be of the parameters that were copied: views by their addresses.
-    vars(optimizer).update(copy.deepcopy(run.optimizer_attributes.empty))
+    for path, one in with_wrapped(optimizer).items():
+        # What steps have put there may be of the parameters that were copied: views by their addresses.
+        vars(one).update(copy.deepcopy(run.optimizer_attributes.empty(path)))
     allocate_state(optimizer, [model, *others])
     return replace(
         run, model=model, others=others, optimizer=optimizer, optimizer_attributes=OptimizerAttributes(optimizer)
@@ -104,12 +105,11 @@ def _copied(run: Any) -> Any:
 
 def _copy_of(optimizer: torch.optim.Optimizer, memo: dict[int, Any]) -> torch.optim.Optimizer:
     """Return a copy of an optimizer without its state: its own ``__getstate__`` would leave out its attributes."""
-    made: torch.optim.Optimizer = object.__new__(type(optimizer))
-    memo[id(optimizer)] = made
-    memo[id(optimizer.state)] = defaultdict(dict)
-    for value in vars(optimizer).values():
-        if isinstance(value, torch.optim.Optimizer) and id(value) not in memo:
-            _copy_of(value, memo)
-    # Where a scheduler has wrapped it, it is a function over the optimizer itself.
-    vars(made).update(copy.deepcopy({name: value for name, value in vars(optimizer).items() if name != "step"}, memo))
-    return made
+    wrapped = with_wrapped(optimizer).values()
+    for one in wrapped:
+        memo[id(one)], memo[id(one.state)] = object.__new__(type(one)), defaultdict(dict)
+    for one in wrapped:
+        # Where a scheduler has wrapped it, its step is a function over the optimizer itself.
+        own = {name: value for name, value in vars(one).items() if name != "step"}
+        vars(memo[id(one)]).update(copy.deepcopy(own, memo))
+    return memo[id(optimizer)]  # type: ignore[no-any-return]

@@ -84,6 +84,34 @@ def test_a_run_that_goes_on_finds_them(tmp_path: Path) -> None:
     assert not [event for event in result.events if isinstance(event, Notice)]
 
 
+class Wraps(torch.optim.Optimizer):
+    """It hands on all that it does to one in a list, and that has the state."""
+
+    def __init__(self, params: Any) -> None:
+        self.inner = [Decays(params)]
+        super().__init__(self.inner[0].param_groups, {"lr": 0.3})
+        self.param_groups = self.inner[0].param_groups
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        self.inner[0].step(closure)
+
+    def state_dict(self) -> Any:
+        return {"inner": self.inner[0].state_dict()}
+
+    def load_state_dict(self, state_dict: Any) -> None:
+        self.inner[0].load_state_dict(state_dict["inner"])
+
+
+def test_those_of_one_that_is_wrapped_come_back_too(tmp_path: Path) -> None:
+    _, expected = train(Wraps)
+    train(Wraps, run_dir=tmp_path, callbacks=[stop])
+    result, found = train(Wraps, run_dir=tmp_path)
+    assert torch.equal(found, expected)
+    optimizer: Any = result.optimizer
+    assert optimizer.inner[0].taken == 8
+    assert not [event for event in result.events if isinstance(event, Notice)]
+
+
 def test_what_cannot_be_saved_is_announced_after_the_first_step(tmp_path: Path) -> None:
     told = []
     with pytest.warns(autoaccum.AutoaccumWarning, match="Loses changes tracker, by_id of its own"):
@@ -114,7 +142,7 @@ def test_pytorchs_own_keep_nothing_on_themselves() -> None:
     assert (found.state_dict(), found.lost()) == ({}, [])
 
 
-@pytest.mark.parametrize("state", [[], {"step": 1}, {"param_groups": []}, {1: 2}])
+@pytest.mark.parametrize("state", [[], {"step": 1}, {"param_groups": []}, {1: 2}, {"inner.taken": 1}])
 def test_methods_and_what_is_pytorchs_are_not_put_back(state: Any) -> None:
     found = OptimizerAttributes(Decays(mlp().parameters()))
     with pytest.raises(CheckpointCorruptError, match="optimizer_attributes"):
