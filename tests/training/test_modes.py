@@ -12,6 +12,7 @@ from torch.nn.functional import cross_entropy
 
 import autoaccum
 from autoaccum.callbacks import EMA
+from autoaccum.errors import ArgumentError
 from autoaccum.events import StepReport, Validated
 from autoaccum.training import modes
 from tests.models import classes, mlp
@@ -47,6 +48,16 @@ class ScheduleFree(torch.optim.Optimizer):
                 z = self.state[p].setdefault("z", p.clone())
                 p.lerp_(z, 1 / group["taken"]).sub_(p.grad, alpha=group["lr"] * 0.9 * (1 - 1 / group["taken"]))
                 z.sub_(p.grad, alpha=group["lr"])
+
+
+class HandsOn(torch.optim.SGD):
+    """It hands its modes on to what it wraps, which has none."""
+
+    def train(self) -> None:
+        self.wrapped.train()
+
+    def eval(self) -> None:
+        self.wrapped.eval()
 
 
 DATA, OTHERS = classes(24, seed=1), classes(10, seed=2)
@@ -145,3 +156,11 @@ def test_tied_weights_are_saved_as_one() -> None:
     found = modes.evaluated_weights(model, optimizer)
     assert found["again.weight"] is found["0.weight"]
     assert not modes.has_modes(torch.optim.SGD(model.parameters(), lr=0.1))
+
+
+def test_one_that_hands_its_modes_on_to_an_optimizer_without_them_is_refused() -> None:
+    model = mlp()
+    optimizer = HandsOn(model.parameters(), lr=0.1)
+    optimizer.wrapped = torch.optim.SGD(model.parameters(), lr=0.1)
+    with pytest.raises(ArgumentError, match=r"optimizer='HandsOn': expected one whose train\(\) can be called"):
+        autoaccum.fit(model, DATA, effective_batch=6, loss_fn=cross_entropy, optimizer=optimizer, progress=False)
