@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import inspect
 from collections import deque
+from collections.abc import Sequence
 from copy import copy
 from typing import Any
 
 import torch
+from torch import nn
 
 from autoaccum._kinds import below, refuse, shown
 from autoaccum.errors import CheckpointStateError
@@ -20,9 +22,15 @@ from autoaccum.window.stepping import OF_TORCH, Places
 class OptimizerAttributes:
     """The attributes of an optimizer, and of those that it wraps, which its ``state_dict`` may leave out."""
 
-    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
-        """Note what they are before the first step."""
-        self._of = {path: _OfOne(one) for path, one in with_wrapped(optimizer).items()}
+    def __init__(self, optimizer: torch.optim.Optimizer, modules: Sequence[nn.Module] = ()) -> None:
+        """Note what they are before the first step.
+
+        Args:
+            optimizer: see there.
+            modules: those that are trained, whose state is saved apart.
+        """
+        apart = {id(layer) for module in modules for layer in module.modules()}
+        self._of = {path: _OfOne(one, apart) for path, one in with_wrapped(optimizer).items()}
 
     def empty(self, path: str) -> State:
         """Return the containers that began empty, as they were made, of the optimizer at a path."""
@@ -81,8 +89,9 @@ def with_wrapped(optimizer: torch.optim.Optimizer) -> dict[str, torch.optim.Opti
 class _OfOne:
     """The attributes of one optimizer."""
 
-    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+    def __init__(self, optimizer: torch.optim.Optimizer, apart: set[int]) -> None:
         self._optimizer = optimizer
+        self._apart = apart
         self._before = {name: (places := self._places(name), places.marks()) for name in self._names()}
         own, kinds = vars(optimizer), (dict, list, set, deque)
         self.empty = {name: copy(own[name]) for name in self._before if isinstance(own[name], kinds) and not own[name]}
@@ -92,8 +101,11 @@ class _OfOne:
         # PyTorch's own keep nothing there that is more than a cache. What one wraps has its own.
         if is_pytorchs(self._optimizer):
             return []
-        own = vars(self._optimizer).items()
-        return [name for name, value in own if name not in OF_TORCH and not isinstance(value, torch.optim.Optimizer)]
+        return [
+            name
+            for name, value in vars(self._optimizer).items()
+            if not (name in OF_TORCH or isinstance(value, torch.optim.Optimizer) or id(value) in self._apart)
+        ]
 
     def _places(self, name: str) -> Places:
         found, own = Places(), vars(self._optimizer)

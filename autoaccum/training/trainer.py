@@ -178,11 +178,12 @@ class Trainer:
             if self._group is not None:
                 self._group.fail(error)
             raise
+        others = [module for module in arguments.modules() if module is not self.model]
         self._state = RunState(
             model=self.model,
-            others=[module for module in arguments.modules() if module is not self.model],
+            others=others,
             optimizer=self.optimizer,
-            optimizer_attributes=OptimizerAttributes(self.optimizer),
+            optimizer_attributes=OptimizerAttributes(self.optimizer, [self.model, *others]),
             learning_rate=self._learning_rate,
             step=self._step,
             validator=self._validator,

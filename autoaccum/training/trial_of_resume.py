@@ -98,9 +98,8 @@ def _copied(run: Any) -> Any:
         # What steps have put there may be of the parameters that were copied: views by their addresses.
         vars(one).update(copy.deepcopy(run.optimizer_attributes.empty(path)))
     allocate_state(optimizer, [model, *others])
-    return replace(
-        run, model=model, others=others, optimizer=optimizer, optimizer_attributes=OptimizerAttributes(optimizer)
-    )
+    attributes = OptimizerAttributes(optimizer, [model, *others])
+    return replace(run, model=model, others=others, optimizer=optimizer, optimizer_attributes=attributes)
 
 
 def _copy_of(optimizer: torch.optim.Optimizer, memo: dict[int, Any]) -> torch.optim.Optimizer:

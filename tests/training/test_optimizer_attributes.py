@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from torch import nn
 from torch.nn.functional import cross_entropy
 
 import autoaccum
@@ -134,6 +135,18 @@ def test_what_an_optimizers_own_state_dict_has_is_not_announced(tmp_path: Path) 
 
     with pytest.warns(autoaccum.AutoaccumWarning, match="Keeps changes tracker of its own"):
         train(Keeps, run_dir=tmp_path)
+
+
+def test_the_model_that_an_optimizer_holds_is_not_its_own(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(mlp(torch.float64), nn.BatchNorm1d(3, dtype=torch.float64))
+    optimizer = Decays(model.parameters())
+    optimizer.model = model  # type: ignore[attr-defined]
+    result = autoaccum.fit(
+        model, DATA, effective_batch=6, micro_batch=6, loss_fn=cross_entropy, progress=False, cache=False,
+        optimizer=optimizer, run_dir=tmp_path,
+    )  # fmt: skip
+    assert not [event for event in result.events if isinstance(event, Notice)]
 
 
 def test_pytorchs_own_keep_nothing_on_themselves() -> None:
