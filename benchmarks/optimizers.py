@@ -23,6 +23,7 @@ import os
 import random
 import re
 import tempfile
+import types
 import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -41,6 +42,8 @@ SECONDS = 180
 """That a line may take, compilations included."""
 OPERATIONS = 12
 """At which memory runs out, evenly spread over those of the optimizer's step."""
+OF_RANKS = ("DeMo", "DistributedMuon")
+"""Those that need a group of processes: here one of one."""
 STEPS, BATCH = 12, 8
 Make = Callable[[nn.Module], torch.optim.Optimizer]
 
@@ -92,7 +95,10 @@ def in_pytorch_optimizer() -> dict[str, Make]:
     found |= _classes("pytorch_optimizer")
     muons = {"AdaGO", "AdaMuon", "DistributedMuon", "Muon", "MuonClip", "NorMuon"}
     groups = {name: {"use_muon": True} if name in muons else {} for name in found}
-    return {name: _of(kind, in_group=groups[name]) for name, kind in sorted(found.items())}
+    rho = types.SimpleNamespace(step=lambda: 0.05)
+    return {name: _of(kind, in_group=groups[name]) for name, kind in sorted(found.items())} | {
+        "GSAM": lambda model: found["GSAM"](model.parameters(), torch.optim.SGD(model.parameters()), model, rho)
+    }
 
 
 LIBRARIES = {
@@ -335,6 +341,8 @@ def line(library: str, name: str, into: Any) -> None:
     """Put the cells of a line into a queue."""
     warnings.filterwarnings("ignore")
     torch.set_num_threads(1)
+    if name in OF_RANKS:
+        torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
     with open(os.devnull, "w") as nowhere, contextlib.redirect_stdout(nowhere), contextlib.redirect_stderr(nowhere):
         into.put(cells(LIBRARIES[library]()[name]))
 
