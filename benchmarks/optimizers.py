@@ -13,6 +13,7 @@ One that fit refuses, as its step needs a closure, is stepped by an Accumulator.
 from __future__ import annotations
 
 import argparse
+import collections
 import contextlib
 import importlib
 import importlib.metadata
@@ -23,6 +24,7 @@ import os
 import random
 import re
 import tempfile
+import textwrap
 import types
 import warnings
 from collections.abc import Callable, Iterator
@@ -333,8 +335,8 @@ def of_modes(make: Make, dtype: torch.dtype, expected: torch.Tensor) -> str:
 
 
 def _short(error: BaseException) -> str:
-    text = " ".join(f"{type(error).__name__}: {error}".split()).replace("|", "/")
-    return re.sub(r" object at 0x\w+", "", text)[:160]
+    text = re.sub(r" object at 0x\w+", "", f"{type(error).__name__}: {error}".replace("|", "/"))
+    return textwrap.shorten(text, 160, placeholder=" …")
 
 
 def line(library: str, name: str, into: Any) -> None:
@@ -403,6 +405,23 @@ def lines(libraries: list[str], known: dict[tuple[str, str], list[str]]) -> Iter
             yield [f"{library} {version}", name, *found]
 
 
+COLUMNS = (
+    f"Trained: the weights after {STEPS} steps in micro-batches, next to those of the plain loop. Resumed: stopped after "
+    f"{STEPS // 2} steps and resumed, next to a run that was not stopped. Memory ran out: at up to {OPERATIONS} "
+    "operations of one step, which is tried again, with the same bits, or ends in `OptimizerOutOfMemoryError`. Modes: "
+    "validation and `load_best` use the weights after `eval()`."
+)
+KINDS = ("right", "refused in words", "not within the time", "failing in the plain loop", "wrong")
+
+
+def kind(row: list[str]) -> str:
+    """Return what a row shows."""
+    cells = " ".join(row[2:])
+    tells = {"WRONG": "wrong", "refuse": "refused in words", "not within": "not within the time"}
+    tells |= {"the plain loop": "failing in the plain loop"}
+    return next((name for tell, name in tells.items() if tell in cells), "right")
+
+
 def _version(library: str) -> str:
     return importlib.metadata.version(library)
 
@@ -418,12 +437,12 @@ def main() -> None:
             known[row[0], row[1]] = row
             print(json.dumps(row), file=file, flush=True)
             print(*row, sep=" | ", flush=True)
-    rows = list(known.values())
-    wrong = sum(any("WRONG" in cell for cell in row) for row in rows)
+    rows = sorted(known.values(), key=lambda row: (list(LIBRARIES).index(row[0].partition(" ")[0]), row[1]))
+    counts = collections.Counter(map(kind, rows))
+    ended = ", ".join(f"{counts[name]} {name}" for name in KINDS)
     write_table(
         "optimizers",
-        f"{len(rows)} optimizers beside a plain loop, {wrong} of them wrong: training, a resume in the middle, memory "
-        f"that runs out at {OPERATIONS} places in the step, and validation where they have `train()` and `eval()`.",
+        f"{len(rows)} optimizers next to a plain loop: {ended}. {COLUMNS}",
         ["library", "optimizer", "trained", "resumed", "memory ran out", "modes"],
         rows,
         quiet=True,
