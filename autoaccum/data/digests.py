@@ -47,7 +47,8 @@ class Rolling:
     def add(self, thing: Any) -> None:
         """Add a sample or a batch."""
         digest = blake2b(self.value.encode(), digest_size=8)
-        with _disable_current_modes():  # in which this would be taken for an operation of training
+        # Nothing sees this: it is no operation of training, and a subclass of Tensor may know no rows of what is flat.
+        with _disable_current_modes(), torch._C.DisableTorchFunctionSubclass():
             _add(digest.update, thing, _DEEPEST)
         self.value = digest.hexdigest()
 

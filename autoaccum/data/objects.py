@@ -78,7 +78,7 @@ def _packed(padded: torch.Tensor, lengths: torch.Tensor, like: PackedSequence) -
 def is_lazy(leaf: object) -> bool:
     """Return whether something is an array that is read when it is sliced, such as one of h5py or zarr."""
     is_other = isinstance(leaf, torch.Tensor | np.ndarray | np.generic) or is_collection(leaf)
-    if is_other or not hasattr(type(leaf), "__getitem__"):
+    if is_other or not hasattr(type(leaf), "__getitem__") or hasattr(leaf, "to_numpy"):  # a column of a table
         return False
     shape = getattr(leaf, "shape", None)
     return isinstance(shape, tuple) and len(shape) > 0 and hasattr(leaf, "dtype")

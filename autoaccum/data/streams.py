@@ -11,7 +11,7 @@ from itertools import chain, islice
 from typing import Any
 
 import torch
-from torch.utils.data import DataLoader, default_collate
+from torch.utils.data import DataLoader, IterableDataset, default_collate
 
 from autoaccum._kinds import below
 from autoaccum.data import batches, lists
@@ -26,7 +26,7 @@ from autoaccum.data.lengths import PEEK, BatchLengths, Padding, repeat_longest
 from autoaccum.data.parts import generators_of, set_epoch
 from autoaccum.data.pieces import Pieces, SampleReader, batches_form, items_form, with_preserved_randomness
 from autoaccum.data.random_states import check_generator
-from autoaccum.data.randomness import IsolatedRandomness, mix
+from autoaccum.data.randomness import IsolatedRandomness, mix, seed_host
 from autoaccum.data.splits import Automatic, is_said
 from autoaccum.errors import DataError, EmptyDatasetError
 from autoaccum.memory.oom import is_out_of_memory
@@ -146,7 +146,7 @@ class StreamSource:
 
     def _read_end(self, saved: State) -> None:
         """See that an epoch that has ended is the one that was trained on: by its last samples, or its first."""
-        if not hasattr(self.stream, "__next__"):  # which would be read once and for all
+        if not is_iterator(self.stream):  # which would be read once and for all
             begun = self._pass(saved["epoch"], saved)
             if begun.start:  # a stream that was put there goes on with the next epoch once this one has ended
                 begun.skip()
@@ -170,8 +170,10 @@ class StreamSource:
             self._settle(saved["batches"])
         if saved is not None and "state" in saved and self.is_stateful:
             # What its state does not lead to, such as what was in a buffer to shuffle by, is read again.
-            fresh = self.stream.state_dict()
             found = _Pass(self, epoch, saved, own)
+            with IsolatedRandomness(mix(self.seed, epoch), self.generators)():
+                fresh = deepcopy(self.stream.state_dict())
+                iter(self.stream)  # some begin, to tell it, what the next loop goes on with, whatever is loaded first
             if found.leads_to(saved):
                 return found
             self.stream.load_state_dict(fresh)
@@ -226,7 +228,7 @@ class StreamSource:
 
         With a collate_fn it is the longest of the first few samples.
         """
-        if hasattr(self.stream, "__next__"):
+        if is_iterator(self.stream):
             raise DataError(
                 f"{self.argument}: an iterator can be read only once, and looking at it would take samples from "
                 f"training. Pass something that can be iterated again: a Dataset, a DataLoader, a list of batches."
@@ -256,6 +258,11 @@ class StreamSource:
     def form(self, num_samples: int) -> Any:
         """Return None: streams are read from one end to the other, and to look at one may be all there is of it."""
         return None
+
+
+def is_iterator(data: object) -> bool:
+    """Return whether data can be iterated over only once; a stream may be its own iterator, and begin anew."""
+    return hasattr(data, "__next__") and not isinstance(data, IterableDataset)
 
 
 def _can_be_called(function: Any) -> bool:
@@ -291,20 +298,31 @@ class _Pass:
         self._ahead: deque[tuple[int, Any]] = deque()  # pieces that were read to be compared
         self._first: State = {} if saved is None else saved["first"]  # where the first piece ends
         self._before: State = {}  # the newest piece, and where it begins
-        stream = source.stream
-        with self._isolated():
-            if saved is not None:
-                stream.load_state_dict(saved["state"])
-                self.start = self.position = saved["start"]
-                self.digest = Rolling(saved["before"])
-            self._iterator: Iterator[Any] = iter(stream)
+        self._state: Any = None  # of the stream, to put it where it was
+        if saved is not None:
+            self._state, self.start, self.position = saved["state"], saved["start"], saved["start"]
+            self.digest = Rolling(saved["before"])
+        self._iterator: Iterator[Any] | None = None
+
+    def _begun(self) -> Iterator[Any]:
+        """Return the iterator, made by whoever first asks it for something.
+
+        So a stream that reads ahead in a thread, and draws there, has drawn before random states are changed again.
+        """
+        if self._iterator is None:
+            if self._state is not None:
+                self._source.stream.load_state_dict(deepcopy(self._state))
+            # One that is its own iterator may begin anew whenever it is asked for one, as itertools do.
+            self._iterator = (each for each in self._source.stream)
+        return self._iterator
 
     def look(self) -> Any:
         """Return what comes first, which stays there; None where nothing comes."""
         with self._isolated():
-            first = next(self._iterator, None)
+            iterator = self._begun()
+            first = next(iterator, None)
         if first is not None:
-            self._iterator = chain([first], self._iterator)
+            self._iterator = chain([first], iterator)
         return first
 
     @property
@@ -335,13 +353,15 @@ class _Pass:
         try:
             if source.is_stateful and self.position:
                 # Saved is the place before the newest piece, which is read again and compared: so it shows whether
-                # the state leads there, and a batch may lie in two windows, or end the epoch.
-                state = deepcopy(source.stream.state_dict())
+                # the state leads there, and a batch may lie in two windows, or end the epoch. A stream that was just
+                # put there is not asked: some would take the place that they had before for it.
+                state = self._state if self._iterator is None else deepcopy(source.stream.state_dict())
                 before = {"start": self.position, "before": self.digest.value, "state": state}
-                # What is drawn then follows from the place, however the stream came to it.
-                self._isolated.seed(mix(source.seed, self._epoch, self.position))
             with self._isolated():
-                size, piece = source.piece(self._iterator, self._epoch, self.position, wished)
+                iterator = self._begun()
+                if before:  # what is drawn then follows from the place, however the stream came to it
+                    seed_host(mix(source.seed, self._epoch, self.position))
+                size, piece = source.piece(iterator, self._epoch, self.position, wished)
         except Exception as error:
             if is_out_of_memory(error):  # not to be taken for a micro-batch that does not fit
                 raise DataError(

@@ -21,6 +21,7 @@ from autoaccum.data import randomness
 from autoaccum.data.base import Source
 from autoaccum.data.sources import open_source, shuffles
 from autoaccum.data.splits import split_of
+from autoaccum.data.streams import is_iterator
 from autoaccum.errors import ArgumentError, ArgumentTypeError, ConflictingArgumentsError
 from autoaccum.events import Event
 from autoaccum.loss.functions import loss_function, stated
@@ -149,7 +150,7 @@ def open_data(arguments: FitArguments, place: Place, split: Any = None) -> Sourc
     # An iterable that is no iterator begins anew for each epoch. Of a budget in steps or samples nobody can tell here
     # whether one pass will do: that shows when it is over.
     epochs = arguments.epochs
-    if hasattr(arguments.data, "__next__") and (epochs or 1) > 1:
+    if is_iterator(arguments.data) and (epochs or 1) > 1:
         raise ArgumentError("epochs", epochs, "1 for an iterator, which can be read only once", "Pass a Dataset.")
     return source
 
@@ -162,7 +163,7 @@ def open_validation_data(arguments: FitArguments, place: Place, split: Any = Non
         DataError: it cannot be cut.
     """
     data = arguments.validation_data
-    if hasattr(data, "__next__"):
+    if is_iterator(data):
         cure = "It is read after each epoch, and an iterator yields its items only once: pass a Dataset or a list."
         raise ArgumentTypeError("validation_data", data, "data that can be read again", cure)
     # A DataLoader brings its own, which the training data's would contradict.

@@ -62,6 +62,21 @@ def test_objects_that_nobody_knows_are_their_types() -> None:
     assert digest([[[[[[[[[[1]]]]]]]]]]) == digest([[[[[[[[[[2]]]]]]]]]]), "deeper than anybody nests"
 
 
+class Whole(torch.Tensor):
+    """Has something for each of its rows, and so cannot be cut when it is flat."""
+
+    @classmethod
+    def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if function is torch.Tensor.__getitem__:
+            raise ValueError("no rows")
+        return super().__torch_function__(function, types, args, kwargs)
+
+
+def test_a_subclass_of_tensor_is_its_numbers() -> None:
+    one, same, other = (numbers.as_subclass(Whole) for numbers in (torch.ones(3, 4), torch.ones(3, 4), torch.eye(3, 4)))
+    assert digest(one) == digest(same) != digest(other)
+
+
 def test_an_image_is_its_pixels() -> None:
     image = pytest.importorskip("PIL.Image")
     assert digest(image.new("L", (3, 3), 1)) != digest(image.new("L", (3, 3), 2))

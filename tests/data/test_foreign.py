@@ -9,6 +9,7 @@ import torch
 from torch.utils.data import DataLoader, TensorDataset
 
 from autoaccum.data.foreign import is_table, refuse, refuse_as_batch
+from autoaccum.data.sources import open_source
 from autoaccum.errors import ArgumentTypeError
 
 DATASET = TensorDataset(torch.ones(4))
@@ -55,6 +56,12 @@ def test_pandas() -> None:
 def test_other_kinds(data: Any, cure: str) -> None:
     with pytest.raises(ArgumentTypeError, match=cure):
         refuse("data", data)
+
+
+def test_a_table_is_named_as_what_it_is() -> None:
+    pandas = pytest.importorskip("pandas")
+    with pytest.raises(ArgumentTypeError, match=r"data='a DataFrame'.*Pass its columns as tensors"):
+        open_source(pandas.DataFrame({"a": [1.0]}), seed=0, shuffle=False, device=torch.device("cpu"))
 
 
 def test_datasets_of_hugging_face() -> None:

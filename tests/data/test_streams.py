@@ -115,6 +115,31 @@ class Stateful(Counting):
         vars(self).update(state)
 
 
+class Begins(Stateful):
+    """Begins to iterate in order to tell its state; the next loop goes on with that, whatever was loaded in between."""
+
+    is_begun = False
+
+    def __iter__(self) -> Iterator[torch.Tensor]:
+        self.loaded &= self.is_begun is not None
+        self.is_begun = True
+        return super().__iter__()
+
+    def state_dict(self) -> dict[str, int]:
+        if self.is_begun is False:
+            self.is_begun = None  # type: ignore[assignment]
+        return super().state_dict()
+
+
+class Overwrites(Stateful):
+    """Takes the place where it stands for the one that was loaded, if it is asked in between."""
+
+    def state_dict(self) -> dict[str, int]:
+        if self.loaded:
+            self.place = 0
+        return super().state_dict()
+
+
 class OfALoader(Epochs):
     """Has a state that its loader has to count for, as the streams of some libraries do."""
 
@@ -142,6 +167,8 @@ GOES_ON: dict[str, Callable[[], Any]] = {
     "stream that is told the epoch": Epochs,
     "state of a loader": OfALoader,
     "state, samples": Stateful,
+    "state, begins to tell it": Begins,
+    "state, overwrites what was loaded": Overwrites,
     "state, batches": lambda: DataLoader(Stateful(5), batch_size=None).dataset,
 }
 REFUSED: dict[str, Callable[[], Any]] = {
@@ -270,3 +297,26 @@ class TestWhoMakesBatches:
         kind = type("Own", (DataLoader,), {name: twice})
         found = first_window(kind(Rows(), batch_size=3), 12)
         assert found.equal(torch.cat([ROWS[:3], -ROWS[:3], ROWS[3:6], -ROWS[3:6]]))
+
+
+class Restarting(IterableDataset[Any]):
+    """Its own iterator, which begins anew for each loop."""
+
+    def __iter__(self) -> Iterator[torch.Tensor]:
+        self.place = 0
+        return self
+
+    def __next__(self) -> torch.Tensor:
+        if self.place == N:
+            raise StopIteration
+        self.place += 1
+        return ROWS[self.place - 1]
+
+
+def test_a_stream_that_is_its_own_iterator_begins_anew(tmp_path: Path) -> None:
+    whole = train(tmp_path / "whole", Restarting(), 8)
+    assert whole[:4] == whole[4:]
+    assert train(tmp_path / "part", Restarting(), 6) + train(tmp_path / "part", Restarting(), 8) == whole
+    options: dict[str, Any] = {"effective_batch": 12, "micro_batch": 12, "progress": False}
+    mean = lambda model, batch: model(batch).mean()  # noqa: E731
+    assert autoaccum.fit(torch.nn.Linear(5, 1), Restarting(), training_step=mean, epochs=2, **options).num_steps == 8
