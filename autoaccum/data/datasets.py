@@ -104,10 +104,11 @@ class DatasetSource(InOrder):
 
     def _read(self, order: Any, epoch: int, plan_at: PlanAt, start: int) -> Reader:
         """Begin a pass in an order, at a position of it."""
+        num_samples = len(order)
 
         def keys(positions: Sequence[int]) -> list[Key]:
             """List what a reader is asked for by those positions; fewer where the pass ends before."""
-            available = [position for position in positions if position < len(order)]
+            available = [position for position in positions if position < num_samples]
             return [(epoch, *key) for key in zip(available, chosen(order, available), strict=True)]
 
         def items_at(positions: Sequence[int]) -> list[Item]:
@@ -131,7 +132,7 @@ class DatasetSource(InOrder):
             collate = with_preserved_randomness(collate)
         shared: dict[str, Any] = {
             "device": self._device,
-            "num_samples": len(order),
+            "num_samples": num_samples,
             "budget_bytes": self._budget_bytes,
             "start": start,
         }

@@ -19,7 +19,7 @@ from autoaccum.data import batches
 from autoaccum.data.base import Collate, Item, NextPiece, Window
 from autoaccum.data.collating import collate_of
 from autoaccum.data.lengths import PEEK
-from autoaccum.data.randomness import collation, mix, preserved_randomness, seed_host
+from autoaccum.data.randomness import are_same, collation, get_state, mix, preserved_randomness, seed_host
 from autoaccum.data.reading import columns, holds_samples, is_leaf_of
 from autoaccum.errors import AutoaccumError, DataError
 from autoaccum.memory.oom import is_out_of_memory, without_frames
@@ -273,6 +273,7 @@ class SampleReader:
         self._is_default = collate is default_collate
         self._collate = collate_of(collate, dataset)
         self._seed = seed
+        self._draws: bool | None = None  # whether a sample has drawn random numbers; None before the first
         self._last: list[Any] = []  # of the samples that made a batch, where there is no dataset to ask for others
 
     def __getitems__(self, keys: Sequence[tuple[int, int, Any]]) -> list[Item]:
@@ -286,7 +287,11 @@ class SampleReader:
         try:
             if self.reads_together:
                 return self._together(keys)
-            for key in keys:
+            if self._draws is None and keys:
+                items.append(self._read(keys[0]))
+            if not self._draws and self._have_drawn_nothing(keys[len(items) :], items):
+                return items
+            for key in keys[len(items) :]:
                 items.append(self._read(key))
             return items
         except Exception as error:
@@ -323,7 +328,26 @@ class SampleReader:
             return self._together([key])[0]
         epoch, position, index = key
         seed_host(mix(self._seed, epoch, position))
-        return epoch, position, self.dataset[index]
+        before = None if self._draws else get_state()
+        sample = self.dataset[index]
+        if before is not None:
+            self._draws = not are_same(before, get_state())
+        return epoch, position, sample
+
+    def _have_drawn_nothing(self, keys: Sequence[tuple[int, int, Any]], items: list[Item]) -> bool:
+        """Read more samples without seeds, which take longer than many a sample; return False if one of them draws."""
+        before, read = get_state(), len(items)
+        try:
+            for epoch, position, index in keys:
+                items.append((epoch, position, self.dataset[index]))
+        except Exception:
+            if are_same(before, get_state()):
+                raise
+        else:
+            if are_same(before, get_state()):
+                return True
+        del items[read:]
+        return False
 
     def __call__(self, items: list[Item]) -> Any:
         """Collate items to one batch, under the seed of the first one."""

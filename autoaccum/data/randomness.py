@@ -28,6 +28,16 @@ def get_state(device: torch.device | None = None) -> RandomState:
     return torch.default_generator.get_state(), _python_state(), _numpy_state(), on_devices
 
 
+def are_same(before: RandomState, now: RandomState) -> bool:
+    """Return whether nothing was drawn on the host between two calls of ``get_state``."""
+    (on_cpu, python, numpy, _), (on_cpu_now, python_now, numpy_now, _) = before, now
+    if numpy_now is not numpy:  # it is another object where a normal number waits
+        are_keys = type(numpy) is type(numpy_now) is tuple and numpy[2:] == numpy_now[2:]
+        if not are_keys or not np.array_equal(numpy[1], numpy_now[1]):
+            return False
+    return python_now is python and torch.equal(on_cpu_now, on_cpu)
+
+
 def _all_of_its_kind(device: torch.device) -> list[torch.device]:
     """Return all devices of the kind of one, that one first: users' functions may draw on any of them."""
     count = 1 if device.type == "mps" or device.index is None else torch.accelerator.device_count()

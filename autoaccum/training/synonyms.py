@@ -160,7 +160,7 @@ def answering(name: str) -> Callable[[F], F]:
     def decorate(function: F) -> F:
         signature = inspect.signature(function)
         kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
-        positional = [name for name, parameter in signature.parameters.items() if parameter.kind in kinds]
+        positional = [each for each, parameter in signature.parameters.items() if parameter.kind in kinds]
         # Whose loss is in the model, or is none, takes a LightningModule as it takes any other.
         has_loss = "training_step" in signature.parameters
 

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import random
+from collections.abc import Callable
 from copy import deepcopy
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch.nn.functional import mse_loss
 from torch.utils.data import DataLoader, Dataset, StackDataset, Subset, default_collate
 
 from autoaccum import Accumulator, fit
+from autoaccum.data import pieces
 from autoaccum.data.pieces import batch_of_none, reads_together
 from autoaccum.data.sources import open_source
 from autoaccum.errors import DataError
@@ -87,6 +91,72 @@ def test_subsets_read_as_what_they_are_of() -> None:
     assert all(map(reads_together, (together, Subset(Subset(together, [0]), [0]), StackDataset(plain, together))))
     whole, parts = batch(Subset(plain, range(N)), 0, 4), batch(Subset(plain, range(N)), 2, 2)
     assert whole[1][2:].equal(parts[1]), "each sample of its own draws under a seed of its own"
+
+
+DRAWS: dict[str, Callable[[], float]] = {
+    "torch": lambda: float(torch.rand(())),
+    "Python": random.random,
+    "Python, normal": lambda: random.gauss(0, 1),
+    "NumPy": lambda: float(np.random.rand()),
+    "NumPy, normal": lambda: float(np.random.randn()),
+}
+
+
+class DrawsLate(Dataset[Any]):
+    """Samples from the eleventh on have something drawn in them; those before it have nothing."""
+
+    def __init__(self, draw: Callable[[], float], first: int = 10) -> None:
+        self.draw, self.first = draw, first
+        self.read: list[int] = []
+
+    def __len__(self) -> int:
+        return N
+
+    def __getitem__(self, index: int) -> float:
+        self.read.append(index)
+        return self.draw() if index >= self.first else float(index)
+
+
+@pytest.mark.parametrize("draw", DRAWS.values(), ids=DRAWS)
+def test_a_sample_that_draws_does_so_under_a_seed_of_its_own(draw: Callable[[], float]) -> None:
+    """Also where none before it has drawn, and so none was seeded: they are read again."""
+    random.gauss(0, 1)  # leaves one that waits
+    np.random.randn()
+    always = DrawsLate(draw, first=0)
+    expected = batch(always, 0, 16)
+    assert sorted(always.read) == [*range(16)], "the first of all tells that samples draw"
+    for sizes in ([16], [4] * 4, [1] * 16, [9, 7], [12, 4]):
+        data = DrawsLate(draw)
+        source = open_source(data, seed=0, shuffle=False, device=CPU)
+        window = source.read(0, lambda position, sizes=sizes: sizes).window(16)
+        assert window is not None
+        starts = [sum(sizes[:at]) for at in range(len(sizes))]
+        found = torch.cat([window.micro_batch(*piece) for piece in zip(starts, sizes, strict=True)])
+        assert found[:10].tolist() == [*range(10)]
+        assert found[10:].equal(expected[10:])
+        assert len(data.read) < 2 * 16
+
+
+def test_a_sample_that_fails_by_what_was_drawn_is_read_under_its_seed() -> None:
+    class Fails(DrawsLate):
+        def __getitem__(self, index: int) -> float:
+            value = super().__getitem__(index)
+            if index == 12 and value != drawn:
+                raise ValueError(index)
+            return value
+
+    drawn = float(batch(DrawsLate(random.random), 12, 1))
+    assert batch(Fails(random.random), 12, 1).tolist() == [drawn]
+
+
+def test_samples_that_draw_nothing_are_not_seeded(monkeypatch: pytest.MonkeyPatch) -> None:
+    np.random.randn()  # leaves one that waits
+    seeds: list[int] = []
+    monkeypatch.setattr(pieces, "seed_host", seeds.append)
+    data = DrawsLate(random.random, first=N)
+    batch(data, 0, 16)
+    assert data.read == [*range(16)]
+    assert len(seeds) == 1, "the first of all"
 
 
 def test_as_many_samples_as_indices() -> None:

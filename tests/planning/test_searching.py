@@ -88,7 +88,7 @@ def test_it_ends_where_larger_ones_are_no_faster() -> None:
 def test_a_full_batch_that_surely_fits_is_tried_although_trials_gain_nothing() -> None:
     """One disturbed trial is enough to end a search, and then the full batch would be split for nothing."""
     enough = peak(2 * 256)
-    assert searching(1, 2, 4, 8, seconds=float, limit_bytes=enough).trial_for(256) == 256
+    assert searching(1, 2, 4, 8, seconds=float, limit_bytes=enough + 1).trial_for(256) == 256
     assert searching(1, 2, 4, 8, seconds=float, limit_bytes=enough - 1).trial_for(256) is None
     assert searching(1, 2, 4, 8, 256, seconds=float).trial_for(256) is None
     # Trials that all take the same tell nothing of what a sample adds.
@@ -99,10 +99,10 @@ def test_a_full_batch_that_surely_fits_is_tried_although_trials_gain_nothing() -
     alike._limits = Limits(1001 * 256 // 8, 0.0)
     assert alike.trial_for(256) == 256
     assert searching(1, 2, 4, 8, seconds=float, ceiling=128).trial_for(256) is None
-    of_earlier_run = searching(1, 2, 4, 8, seconds=float, limit_bytes=enough)
+    of_earlier_run = searching(1, 2, 4, 8, seconds=float, limit_bytes=enough + 1)
     of_earlier_run.known = 8
     assert of_earlier_run.trial_for(256) is None
-    refused = searching(1, 2, 4, 8, seconds=float, limit_bytes=enough)
+    refused = searching(1, 2, 4, 8, seconds=float, limit_bytes=enough + 1)
     refused._cutter.history.add(Trial(micro_batch=256, fits=False), reweigh=False)
     assert refused.trial_for(256) is None
 
