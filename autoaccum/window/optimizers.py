@@ -174,7 +174,9 @@ def _choose_types(optimizer: torch.optim.Optimizer) -> None:
         refusals: dict[tuple[torch.dtype, torch.dtype], Exception | None] = {}
         for p in group["params"]:
             own, asked = p.dtype, type_of_gradient(p)
-            wanted = torch.float32 if own is asked and own in HALVES and hasattr(p, "grad_dtype") else asked
+            # Not of a subclass, a sharded parameter's: whoever gives it its gradient has chosen a type.
+            is_free = own is asked and own in HALVES and type(p) in (nn.Parameter, torch.Tensor)
+            wanted = torch.float32 if is_free and hasattr(p, "grad_dtype") else asked
             if wanted is own:
                 continue
             if (own, wanted) not in refusals:

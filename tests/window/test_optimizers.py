@@ -579,6 +579,17 @@ def test_gradients_of_16_bits_are_summed_in_32_where_the_optimizer_can_step_on_t
     assert errors[torch.float32] < 0.6 * errors[torch.bfloat16]
 
 
+class OfOthers(nn.Parameter):
+    """A parameter of a library's, such as a shard, which gives it its gradient."""
+
+
+@needs_types_of_gradients
+def test_parameters_of_a_subclass_keep_theirs() -> None:
+    p = OfOthers(torch.zeros(3, dtype=torch.bfloat16))
+    check_optimizer(torch.optim.SGD([p], lr=0.1), [p])
+    p.grad = torch.ones_like(p)
+
+
 @needs_types_of_gradients
 @pytest.mark.parametrize(
     ("options", "expected"),
