@@ -97,7 +97,7 @@ def test_both_are_exact(gan: Any, micro_batches: tuple[Any, Any], clip_norm: flo
         assert (verified[:1] == [True]) is (micro_batch != 22)
 
 
-@strides(9)
+@strides(23)
 def test_memory_that_runs_out_in_either_leaves_no_trace_in_the_other(gan: Any, stride: int) -> None:
     """Law 2, for each of the two: bit for bit as with the smaller plan from that window on."""
     operations = Operations()
@@ -120,7 +120,7 @@ def test_memory_that_runs_out_in_either_leaves_no_trace_in_the_other(gan: Any, s
                 expected[largest] = by_us(gan, largest, verify=False)[0]
             assert all(torch.equal(p, q) for p, q in zip(found, expected[largest], strict=True)), place
             hits = [hit + ran for hit, ran in zip(hits, ran_out, strict=True)]
-    assert min(hits) > 3
+    assert min(hits) * stride > 27
 
 
 def test_the_example_learns(gan: Any) -> None:
