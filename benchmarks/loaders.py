@@ -22,6 +22,7 @@ import itertools
 import json
 import multiprocessing
 import os
+import re
 import statistics
 import tempfile
 import time
@@ -212,7 +213,8 @@ def of_time(kind: Kind) -> str:
 
 
 def short(error: BaseException) -> str:
-    return " ".join(f"{type(error).__name__}: {error}".split())[:160].replace("|", "/")
+    said = re.sub(r" at 0x[0-9a-f]+", "", f"{type(error).__name__}: {error}")
+    return " ".join(said.split())[:160].replace("|", "/")
 
 
 def cells(kind: Kind) -> list[str]:
