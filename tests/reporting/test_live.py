@@ -65,13 +65,13 @@ def test_the_command_follows_a_run_to_its_end(
 
     class Time(ManualClock):
         def sleep(self, seconds: float) -> None:
-            said.append((capsys.readouterr().out, 'data-live="10"' in page.read_text()))
+            said.append((capsys.readouterr().out, 'content="10"' in page.read_text()))
             write(run_dir, report(2), Finished(step=2, reason="budget"))
 
     with clock.using(Time()):
         assert main(["report", str(run_dir), "--follow"]) == 0
     assert said == [(f"{page}\n", True)]
-    assert "data-live" not in page.read_text()
+    assert "refresh" not in page.read_text()
     assert "16 samples in 2 steps" in page.read_text()
     assert (run_dir / "report-loss.png").exists()
     assert capsys.readouterr().out == ""
