@@ -115,12 +115,13 @@ def _estimate(recipe: Recipe, /, *, settings: Settings = None, json: Json = Fals
 def _data_of(arguments: Mapping[str, Any]) -> Any:
     """Return a recipe's data as ``check`` takes data: it takes a list for one batch, and refuses what is read once."""
     from autoaccum.data.sources import holds_samples  # not sooner: to help takes no torch
+    from autoaccum.data.streams import is_iterator
 
     data: Any = arguments.get("data")
     if holds_samples(data, collate_fn=arguments.get("collate_fn"), split=arguments.get("split")):
         return _Samples(data)
     # The recipe is asked anew by the next command, so nobody misses what is read here.
-    return _Batches(data) if isinstance(data, list) or hasattr(data, "__next__") else data
+    return _Batches(data) if isinstance(data, list) or is_iterator(data) else data
 
 
 class _Samples:

@@ -68,6 +68,8 @@ class Kept:
 
     def end(self, result: FitResult, arguments: Mapping[str, Any]) -> None:
         """Note how a run of these arguments ended, and which command resumes it."""
+        from autoaccum.data.streams import is_iterator  # not sooner: to help takes no torch
+
         self.ended = result.ended
         if self.ended == "diverged":
             self.state = f"{result.divergence}. Lower the learning rate, or pass --clip-norm 1.0, in a new run."
@@ -77,7 +79,7 @@ class Kept:
             self.state = "by a callback, which has to allow more steps before the run can resume"
         elif arguments.get("lr_scheduler") is not None:
             self.state = "its lr_scheduler has ended (a longer run begins again, in a new run_dir)"
-        elif hasattr(arguments.get("data"), "__next__"):
+        elif is_iterator(arguments.get("data")):
             self.state = "its data can be read only once"
         elif self.path is not None:
             budget = next((name for name in _BUDGETS if arguments.get(name) is not None), "epochs")

@@ -173,7 +173,8 @@ class StreamSource:
             found = _Pass(self, epoch, saved, own)
             with IsolatedRandomness(mix(self.seed, epoch), self.generators)():
                 fresh = deepcopy(self.stream.state_dict())
-                iter(self.stream)  # some begin, to tell it, what the next loop goes on with, whatever is loaded first
+                # To tell it, some make an iterator that the next loop would take, and not the state that is loaded.
+                iter(self.stream)
             if found.leads_to(saved):
                 return found
             self.stream.load_state_dict(fresh)
@@ -261,7 +262,7 @@ class StreamSource:
 
 
 def is_iterator(data: object) -> bool:
-    """Return whether data can be iterated over only once; a stream may be its own iterator, and begin anew."""
+    """Return whether data can be read only once. An ``IterableDataset`` that is its own iterator begins again."""
     return hasattr(data, "__next__") and not isinstance(data, IterableDataset)
 
 

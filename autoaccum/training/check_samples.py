@@ -15,6 +15,7 @@ from autoaccum.data.base import Window
 from autoaccum.data.lists import read
 from autoaccum.data.sources import open_source
 from autoaccum.data.splits import is_said, tensors
+from autoaccum.data.streams import is_iterator
 from autoaccum.errors import (
     AmbiguousBatchError,
     ArgumentError,
@@ -85,7 +86,7 @@ def open_samples(
         batch = batch if is_said(split) else converted(batch)
         given = _GivenBatch(batch, device, split)
         return given, given
-    if hasattr(batch, "__next__"):
+    if is_iterator(batch):
         cure = "What is read of it would be lost to you: pass one batch of it, next(iterator)."
         raise ArgumentTypeError("batch", batch, "a batch, or data that can be read again", cure)
     if isinstance(batch, DataLoader) and batch.num_workers:
@@ -108,7 +109,7 @@ def _is_batch(batch: Any, split: Any) -> bool:
     _, spec = batches.flatten(batch)
     if not spec.is_leaf() or batches.has_rows(batch):
         return True
-    if not is_said(split) or isinstance(batch, Dataset | DataLoader) or hasattr(batch, "__next__"):
+    if not is_said(split) or isinstance(batch, Dataset | DataLoader) or is_iterator(batch):
         return False
     # Of any form: the split knows it. What it does not know may yield batches that it does.
     try:

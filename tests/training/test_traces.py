@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 from torch import nn
 
+import autoaccum
 from autoaccum.training.traces import no_trace
 
 CPU = torch.device("cpu")
@@ -55,3 +57,15 @@ def test_frozen_parameters_that_a_forward_writes_to_are_as_they_were() -> None:
     with no_trace([model], None, CPU):
         model[1].weight.data.lerp_(model[0].weight.data, 0.5)
     assert torch.equal(model[1].weight, before)
+
+
+@pytest.mark.skipif(not hasattr(torch.zeros(()), "grad_dtype"), reason="grad_dtype came with PyTorch 2.13")
+def test_a_probe_puts_back_the_types_of_gradients() -> None:
+    model = nn.Linear(3, 1).bfloat16()
+    model.weight.grad = gradient = torch.ones_like(model.weight)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    autoaccum.probe(
+        model, torch.ones(4, 3).bfloat16(), training_step=lambda model, x: model(x).sum(), optimizer=optimizer
+    )
+    assert model.weight.grad is gradient
+    assert {p.grad_dtype for p in model.parameters()} == {torch.bfloat16}
