@@ -53,6 +53,7 @@ class FakeMemory(MemorySimulation):
         super().__init__(_BOUNDLESS)
         self.answers_items = False
         """Whether a number that is read off a tensor is 1 where nobody knows it, instead of an error."""
+        self.operations = 0
 
     def hold(self, tensors: Iterable[torch.Tensor]) -> int:
         """Count tensors that are there already; return the bytes that they add to what is counted."""
@@ -63,6 +64,7 @@ class FakeMemory(MemorySimulation):
     def __torch_dispatch__(
         self, func: Callable[..., Any], types: object, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
+        self.operations += 1
         _refuse_real((args, tuple((kwargs or {}).values())))
         try:
             result = super().__torch_dispatch__(func, types, args, kwargs)

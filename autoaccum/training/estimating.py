@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -40,6 +41,8 @@ from autoaccum.window.precision import Precision
 _CPU = torch.device("cpu")
 _FEW = 8
 """Samples that are read of data; larger batches repeat these."""
+_MANY_OPERATIONS = 200_000
+"""Some 20 seconds: what a step may run where it runs more operations the more samples there are."""
 
 
 def of_device_memory(device_memory: object) -> int:
@@ -229,9 +232,31 @@ def _largest(step: FakeStep, rung: Rung, peaks: dict[int, Peak], smallest: int, 
     search = Trials(limits, smallest=smallest, growth=GROWTH, start_bytes=peaks[smallest].held)
     for piece in search.until_known(ceiling):
         if piece.size not in peaks:
+            _refuse_loop(peaks, piece.size)
             peaks[piece.size] = step.peak(piece.size, rung)
         search.fitted(piece, peaks[piece.size].bytes)
     return search.largest
+
+
+def _refuse_loop(peaks: Mapping[int, Peak], size: int) -> None:
+    """Refuse to try a size of a model that loops over its samples, where that would take minutes.
+
+    Raises:
+        ArgumentError: it would.
+    """
+    if len(peaks) < 2:
+        return
+    fewer, more = sorted(peaks)[-2:]
+    each = (peaks[more].operations - peaks[fewer].operations) / (more - fewer)
+    expected = peaks[more].operations + each * (size - more)
+    if each > 0 and size > more and expected > _MANY_OPERATIONS:
+        enough = 2 ** int(math.log2(_MANY_OPERATIONS / each))
+        raise ArgumentError(
+            "max_micro_batch", None, "an int",
+            f"Pass max_micro_batch={enough}, or fewer: the largest up to that is searched for.",
+            fact=f"The model loops over its samples: it runs {each:,.0f} operations for each, so that a micro-batch of "
+            f"{size:,} cannot be tried in a short time.",
+        )  # fmt: skip
 
 
 def _parts(peaks: Mapping[int, Peak], size: int) -> EstimateParts:

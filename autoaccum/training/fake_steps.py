@@ -43,6 +43,8 @@ class Peak(NamedTuple):
     """The optimizer's state."""
     copies: int
     """Copies of buffers, by which a window is rolled back."""
+    operations: int
+    """Number of operations that were run; no bytes."""
 
     @property
     def held(self) -> int:
@@ -146,7 +148,7 @@ class FakeStep:
                 del loss, batch
             # Its copies may be the peak, where samples take little: no plan makes that smaller.
             self._step(memory)
-        return Peak(memory.peak, *held)
+        return Peak(memory.peak, *held, memory.operations)
 
     def _held(self) -> Iterator[list[torch.Tensor]]:
         """Yield the tensors that are there before a forward, in the order of ``Peak``."""

@@ -283,6 +283,32 @@ class TestAnswer:
         assert found.peak_bytes == pytest.approx(plain.peak_bytes, rel=0.1)
 
 
+class Looping(nn.Module):
+    """A layer that is called with one sample at a time."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(8, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.stack([self.layer(row) for row in x])
+
+
+class TestModelThatLoopsOverItsSamples:
+    def test_says_up_to_how_many_can_be_tried(self) -> None:
+        with pytest.raises(
+            errors.ArgumentError, match=r"operations for each.*Pass max_micro_batch=\d+, or fewer"
+        ) as caught:
+            estimate(Looping(), device_memory="1GiB")
+        assert caught.value.argument == "max_micro_batch"
+
+    def test_is_estimated_up_to_a_size(self) -> None:
+        assert estimate(Looping(), device_memory="1GiB", max_micro_batch=300).micro_batch == 300
+
+    def test_and_where_memory_ends_before(self) -> None:
+        assert 1 < estimate(Looping(), device_memory="64KiB").micro_batch < 300
+
+
 class TestNoTrace:
     def test_the_model_and_random_states_are_what_they_were(self) -> None:
         model = conv_net()
