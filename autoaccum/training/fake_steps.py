@@ -33,6 +33,8 @@ _CPU = torch.device("cpu")
 class Peak(NamedTuple):
     """What a step with a micro-batch of one size takes, in bytes."""
 
+    operations: int
+    """Number of operations that were run; no bytes."""
     bytes: int
     """Most at once."""
     parameters: int
@@ -43,8 +45,6 @@ class Peak(NamedTuple):
     """The optimizer's state."""
     copies: int
     """Copies of buffers, by which a window is rolled back."""
-    operations: int
-    """Number of operations that were run; no bytes."""
 
     @property
     def held(self) -> int:
@@ -148,7 +148,7 @@ class FakeStep:
                 del loss, batch
             # Its copies may be the peak, where samples take little: no plan makes that smaller.
             self._step(memory)
-        return Peak(memory.peak, *held, memory.operations)
+        return Peak(memory.operations, memory.peak, *held)
 
     def _held(self) -> Iterator[list[torch.Tensor]]:
         """Yield the tensors that are there before a forward, in the order of ``Peak``."""
