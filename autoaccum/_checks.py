@@ -73,30 +73,15 @@ def of_compression(compression: object) -> None:
     one_of("compression", compression, ("none", "bf16"))
 
 
-_SAVING = {
-    "checkpoint": ("recompute", "activation_checkpointing", "gradient_checkpointing"),
-    "offload": ("cpu", "host", "cpu_offload", "save_on_cpu"),
-}
-"""Ways of saving memory, and what these are called elsewhere."""
-
-
 def of_memory_saving(memory_saving: object) -> None:
     """Raise unless memory is saved in a way that there is, or in several."""
     # An empty list asks for nothing, for which there is a word.
     several = memory_saving if isinstance(memory_saving, list | tuple) else ()
-    if several and all(isinstance(one, str) and one in _SAVING for one in several):
+    if several and all(_is(one, "checkpoint") or _is(one, "offload") for one in several):
         return
-    if any(_is(memory_saving, word) for word in ("auto", "off", *_SAVING)):
-        return
-    meant = [way for way, words in _SAVING.items() if any(_is(memory_saving, word) for word in words)]
-    cure = f"Did you mean {meant[0]!r}?" if meant else ""
-    accepted = "'auto', 'off', 'checkpoint', 'offload' or ['checkpoint', 'offload']"
-    raise ArgumentError("memory_saving", memory_saving, accepted, cure)
-
-
-def of_state(state: object) -> None:
-    """Check how often state moves."""
-    one_of("state", state, ("micro-batch", "window"))
+    if not isinstance(memory_saving, str) or memory_saving not in ("auto", "off", "checkpoint", "offload"):
+        accepted = "'auto', 'off', 'checkpoint', 'offload' or ['checkpoint', 'offload']"
+        raise ArgumentError("memory_saving", memory_saving, accepted)
 
 
 def of_accumulation(accumulate: object) -> None:
@@ -334,26 +319,6 @@ ON_PLATEAUS = (
     "Pass callbacks=[autoaccum.callbacks.ReduceOnPlateau()] beside validation_data instead, and leave lr_scheduler out."
 )
 """What to do in the place of a scheduler that goes by validations."""
-_NO_STEPS = {
-    "gamma": "0.99",
-    "step_size": "30",
-    "milestones": "[30, 60]",
-    "lr_lambda": "lambda step: 0.99**step",
-    "factor": "0.5",
-    "start_factor": "0.1",
-    "schedulers": "[...], milestones=[...]",
-    "base_lr": "0.01, max_lr=0.1",
-    "max_lr": "0.1, total_steps=num_steps",
-    "initial_lr": "0.1",
-    "T_0": "100",
-    "last_epoch": "-1",
-    "swa_lr": "0.05",
-    "num_warmup_steps": "100",
-    "warmup_steps": "100",
-    "num_warmup": "100",
-    "warmup": "100",
-}
-"""Second parameters of schedulers that are no number of steps to come, and what may be passed by their names."""
 
 
 def of_lr_scheduler(lr_scheduler: object) -> None:
@@ -365,24 +330,17 @@ def of_lr_scheduler(lr_scheduler: object) -> None:
     """
     if lr_scheduler is None:
         return
-    cure = "For example lambda optimizer, num_steps: CosineAnnealingLR(optimizer, num_steps)."
+    made = getattr(lr_scheduler, "func", lr_scheduler)  # of a partial, what it calls
+    name = getattr(made, "__name__", "")
     takes = positional(lr_scheduler)
-    names = () if takes is None else takes.names
-    second = "".join(names[1:2])
-    # A lambda has no name that could be written down; a partial has that of what it calls.
-    called = str(getattr(getattr(lr_scheduler, "func", lr_scheduler), "__name__", ""))
-    called = called if called.isidentifier() else "make"
-    # By names that PyTorch and Transformers give, for a number of steps would pass for any of them: ExponentialLR would
-    # have a gamma of 1,000. What is called otherwise may be a horizon, and is left to its owner.
-    value = _NO_STEPS.get(second)
-    rest = ", num_training_steps=num_steps" if "num_training_steps" in names else ""
-    if called == "ReduceLROnPlateau":
-        value, cure = "", ON_PLATEAUS
-    elif value is not None:
-        cure = f"Write lambda optimizer, num_steps: {called}(optimizer, {second}={value}{rest})."
-    if value is not None:
+    second = "" if takes is None else "".join(takes.names[1:2])
+    # A number of steps would pass for it: ExponentialLR would have a gamma of 1,000. What others call it is their own.
+    is_known = str(getattr(made, "__module__", "")).startswith(("torch.optim.", "transformers."))
+    if is_known and second not in ("T_max", "total_iters"):
+        cure = f"Write lambda optimizer, num_steps: {name}(optimizer, {second}=...)."
         accepted = f"a function (optimizer, num_steps) -> LRScheduler, and not one whose second parameter is {second}"
-        raise ArgumentTypeError("lr_scheduler", called, accepted, cure)
+        raise ArgumentTypeError("lr_scheduler", name, accepted, ON_PLATEAUS if name == "ReduceLROnPlateau" else cure)
+    cure = "For example lambda optimizer, num_steps: CosineAnnealingLR(optimizer, num_steps)."
     function("lr_scheduler", lr_scheduler, ("optimizer", "num_steps"), "LRScheduler", cure)
 
 

@@ -349,11 +349,10 @@ class NothingFitsError(MemoryLimitError):
         peak_bytes: int | None,
         limit_bytes: int | None,
         min_micro_batch: int | None = None,
-        group: int | None = None,
         advice: tuple[Advice, ...] = (),
         tried: str = "",
     ) -> None:
-        self.phase, self.advice, self.group = phase, advice, group
+        self.phase, self.advice = phase, advice
         # A single sample is not to blame on it, as the only one of a short window is.
         self.min_micro_batch = min_micro_batch if micro_batch > 1 else None
         # Either is left out where it is not known.
@@ -363,9 +362,6 @@ class NothingFitsError(MemoryLimitError):
         if self.min_micro_batch is not None:
             smallest = f"the smallest that min_micro_batch={min_micro_batch} allows"
             cure = "Lower min_micro_batch: fewer samples may fit. Otherwise: "
-        elif group is not None:  # of BatchNorm, none of which is divided
-            smallest = f"the smallest that batch_norm='ghost:{group}' allows, for it holds a whole group"
-            cure = "Choose smaller groups, which are other statistics, or batch_norm='frozen'. Otherwise: "
         cure += "Raise memory_limit or free the device for this process, make the samples smaller, "
         if advice:
             cure += "\n  ".join(["or choose, by estimate:", *map(str, advice)])
@@ -381,7 +377,7 @@ class NothingFitsError(MemoryLimitError):
 
     def advised(self, advice: tuple[Advice, ...], tried: str = "") -> NothingFitsError:
         """Return the same error with advice and what was tried: made only once it is known that the run ends."""
-        names = ("phase", "peak_bytes", "limit_bytes", "min_micro_batch", "group")
+        names = ("phase", "peak_bytes", "limit_bytes", "min_micro_batch")
         kept: dict[str, Any] = {name: getattr(self, name) for name in names}
         return NothingFitsError(**kept, micro_batch=self.micro_batch or 1, advice=advice, tried=tried)
 

@@ -141,28 +141,17 @@ class MemorySaving:
     reason: str
     blocks: int
     """How many blocks compute their forward twice now."""
-    held_bytes: int | None
-    """The most that a backward of the smallest micro-batch is expected to hold at once; None where nothing is saved."""
-    recomputed_bytes: int
-    """What is computed twice: bytes that a forward of the smallest micro-batch saves within these blocks."""
-    offloaded_bytes: int = 0
-    """What such a forward saves on the host instead of on the device."""
-    state_bytes: int = 0
-    """What of the optimizer's state is on the host while a window runs."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Recomputed:
-    """What is computed twice, and what was on the host, was the same to the bit in two windows: so is the gradient."""
+    """The gradient of blocks that are computed twice was compared with the plain one, and is the same."""
 
     step: int
-    """The second of these windows."""
     saving: str
     """How memory was saved, in the words of ``MemorySaving``."""
-    operations: int
-    """How many operations of the second window were computed twice, and compared."""
-    storages: int = 0
-    """How many storages of tensors came back from the host in it, and were compared."""
+    blocks: int
+    """How many blocks were compared in this window, each in its first call."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

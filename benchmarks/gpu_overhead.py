@@ -23,7 +23,7 @@ from overhead import MODELS, by_fit, by_hand
 from torch.nn.functional import mse_loss
 
 import autoaccum
-from autoaccum.events import Notice, OutOfMemory, Recomputed, Resumed, Saved, StepReport
+from autoaccum.events import MemorySaving, Notice, OutOfMemory, Resumed, Saved, StepReport
 from autoaccum.testing import oom_at
 
 ROUNDS = 5
@@ -127,7 +127,7 @@ def replay() -> list[Row]:
 
 
 def memory_saving() -> list[Row]:
-    """What windows take in which memory is saved: the two that are compared, and the rest; in what memory."""
+    """What windows take in which memory is saved: the first, which compares gradients, and the rest; in what memory."""
     size, rows, plain = 192 if is_small() else 16, [], 0.0
     # Beside what a model takes that calls ``checkpoint`` on its blocks itself.
     for mode in ("off", "by hand", "checkpoint", "offload", ["checkpoint", "offload"]):
@@ -141,7 +141,7 @@ def memory_saving() -> list[Row]:
             f"memory_saving={mode}: {settled * 1e3:.0f} ms a window of {4 * size}, {settled / plain:.2f} of it plain, "
             f"{watched.history[-1].peak_bytes / 2**20:.0f} MiB; the first two took {seconds[0]:.2f}, {seconds[1]:.2f} s"
         )
-        is_kept = saving == "off" or any(isinstance(event, Recomputed) for event in result.events)
+        is_kept = saving == "off" or any(isinstance(event, MemorySaving) for event in result.events)
         rows.append(row("; ".join([figures, *told]), "the same to the bit", is_kept))
         print(rows[-1], flush=True)
     return rows

@@ -55,12 +55,6 @@ STAGES = [
     Stage(name="kills", tables=("kills",), quick=("--kills", "3")),
     Stage(name="search", tables=("search",), quick=("--quick",), peers=TRAINERS),
     Stage(name="time_to_train", tables=("time_to_train",), quick=("--quick",), peers=TRAINERS),
-    Stage(
-        name="ladder",
-        tables=("ladder", "ladder_grid", "ladder_peers"),
-        quick=("--quick",),
-        peers=("lightning", "transformers"),
-    ),
     Stage(name="cold_start", tables=("cold_start", "cold_start_cpu")),
     Stage(name="lengths", tables=("lengths",), quick=ONE_ROUND),
     Stage(name="overhead", tables=("overhead",), quick=ONE_ROUND),
@@ -80,13 +74,11 @@ STAGES = [
     Stage(name="sweep_kills", tables=("sweep_kills",), quick=("--kills", "1")),
     Stage(name="gpu", tables=("gpu",), peers=TRAINERS),
     # The others.
-    Stage(name="batch_norm", tables=("batch_norm",), quick=ONE_ROUND),
     Stage(name="checkpoints", tables=("checkpoints",), quick=ONE_ROUND),
     Stage(name="compiled", tables=("compiled",)),
     Stage(name="estimates", tables=("estimates", "estimates_resident"), quick=("--quick",), peers=("transformers",)),
     Stage(name="first_jump", tables=("first_jump",), quick=("--quick",), peers=("transformers",)),
     Stage(name="fuzz_arguments", tables=("fuzz_arguments",), quick=("--calls", "100")),
-    Stage(name="fuzz_checkpoints", tables=("fuzz_checkpoints",)),
     Stage(
         name="loaders",
         tables=("loaders",),

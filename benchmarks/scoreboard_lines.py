@@ -196,59 +196,6 @@ def cold_start(table: Table) -> list[Line]:
     ]
 
 
-def ladder(table: Table) -> list[Line]:
-    rows = [row for row in table.rows() if row["its windows"]]  # some limits are too low for any plan of ours
-    below = [row for row in rows if row["plainly"] == "no sample"]
-    choices = span(row["its choice by hand"] for row in rows)
-    return [
-        Line(
-            what=f"the plan and rung chosen below {len(rows)} limits, {len(below)} of which hold no sample plainly, "
-            "both run by hand",
-            ours=f"{choices} of the fastest of all",
-            beside="the fastest plan by hand: 1",
-        ),
-        Line(
-            what="the same: windows of `fit`, whose micro-batches take some milliseconds, beside those by hand",
-            ours=f"{span(row['its windows'] for row in rows)}; where no sample fits "
-            f"{span(row['its windows'] for row in below)}",
-            beside="the fastest plan by hand: 1",
-        ),
-    ]
-
-
-def ladder_grid(table: Table) -> list[Line]:
-    rows = [row for row in table.rows() if row["ratio"]]
-    faster = sum(float(row["ratio"]) < 0.98 for row in rows)
-    return [
-        Line(
-            what="the fastest larger micro-batch with blocks computed twice that takes no more memory than one without",
-            ours=f"takes {span(row['ratio'] for row in rows)} of its time; is faster in {faster} of {len(rows)} cases",
-            beside="the smaller one without: 1",
-        )
-    ]
-
-
-def ladder_peers(table: Table) -> list[Line]:
-    by_hand, autoaccum = "by hand, best of all", "autoaccum fit"
-    found: dict[str, dict[str, str]] = {}
-    for row in table.rows():
-        found.setdefault(f"{row['model']}, {row['limit']}", {})[row["contestant"]] = row["to by hand"] or "failed"
-    return [
-        Line(
-            what=f"time from a cold start below a limit that holds no sample plainly, beside the best by hand: {where}",
-            ours="; ".join(
-                f"{ratio}{who.removeprefix(autoaccum).replace(',', ' with', 1)}"
-                for who, ratio in ratios.items()
-                if who.startswith(autoaccum)
-            ),
-            beside="; ".join(
-                f"{who}: {ratio}" for who, ratio in ratios.items() if who != by_hand and not who.startswith(autoaccum)
-            ),
-        )
-        for where, ratios in found.items()
-    ]
-
-
 def lengths(table: Table) -> list[Line]:
     rows = table.rows()
     of_ours = {row["memory"]: row for row in rows if row["contestant"] == "autoaccum"}
@@ -430,14 +377,6 @@ PARTS = [
         lines=time_to_train,
     ),
     Part(area="time to train", table="cold_start", what="cold starts on a virtual clock", lines=cold_start),
-    Part(area="time to train", table="ladder", what="limits that hold no sample plainly", lines=ladder),
-    Part(area="time to train", table="ladder_grid", what="blocks computed twice beside none", lines=ladder_grid),
-    Part(
-        area="time to train",
-        table="ladder_peers",
-        what="peers below limits that hold no sample plainly",
-        lines=ladder_peers,
-    ),
     Part(area="time to train", table="lengths", what="samples of many lengths", lines=lengths),
     Part(area="overhead", table="overhead", what="a window beside a loop by hand", lines=overhead),
     Part(area="pressure", table="pressure", what="memory that goes and comes back", lines=pressure),

@@ -21,7 +21,7 @@ from optuna.pruners import NopPruner
 from optuna.samplers import GridSampler
 
 import autoaccum
-from autoaccum.sweeps.facts import facts_of
+from autoaccum.sweeps.page import write_study_report
 from autoaccum.testing import simulated_memory
 
 GRID = {"lr": [5e-4, 1e-3, 2e-3, 4e-3, 8e-3, 16e-3], "effective_batch": [16, 64, 256]}
@@ -56,11 +56,10 @@ def main() -> None:
             pruner=NopPruner(),
             study_name="digits",
         )
-    found = facts_of(study)
-    for answer in found.answers:
-        print(f"{answer.question} {answer.text}")
-    for best in found.best_lrs:
-        print(f"best lr at effective batch {best.effective_batch:>3}: {best.lr:.2g}")
+    for batch in batches:
+        best = min((trial for trial in study.trials if trial.params["effective_batch"] == batch), key=lambda t: t.value)
+        print(f"best lr at effective batch {batch:>3}: {best.params['lr']:.2g}, loss {best.value:.3f}")
+    print(f"report: {write_study_report(study, 'sweeps/digits')}")
 
 
 if __name__ == "__main__":

@@ -14,10 +14,8 @@ import numpy as np
 import pytest
 import torch
 from torch.optim.lr_scheduler import (
-    CosineAnnealingWarmRestarts,
     ExponentialLR,
     LRScheduler,
-    OneCycleLR,
     ReduceLROnPlateau,
     StepLR,
 )
@@ -404,17 +402,10 @@ class TestSchedulers:
     @pytest.mark.parametrize(
         ("scheduler", "told"),
         [
-            (ExponentialLR, r"Write lambda optimizer, num_steps: ExponentialLR\(optimizer, gamma=0.99\)\.$"),
-            (StepLR, r"StepLR\(optimizer, step_size=30\)"),
-            (OneCycleLR, r"OneCycleLR\(optimizer, max_lr=0.1, total_steps=num_steps\)"),
-            (CosineAnnealingWarmRestarts, r"CosineAnnealingWarmRestarts\(optimizer, T_0=100\)"),
-            (SWALR, r"SWALR\(optimizer, swa_lr=0.05\)"),
-            (functools.partial(StepLR, gamma=0.5), r"StepLR\(optimizer, step_size=30\)"),
-            (lambda optimizer, num_warmup_steps, last_epoch=-1: None, r"make\(optimizer, num_warmup_steps=100\)"),
-            (
-                lambda optimizer, num_warmup_steps, num_training_steps: None,
-                r"make\(optimizer, num_warmup_steps=100, num_training_steps=num_steps\)",
-            ),
+            (ExponentialLR, r"Write lambda optimizer, num_steps: ExponentialLR\(optimizer, gamma=...\)\.$"),
+            (StepLR, r"StepLR\(optimizer, step_size=...\)"),
+            (SWALR, r"SWALR\(optimizer, swa_lr=...\)"),
+            (functools.partial(StepLR, gamma=0.5), r"StepLR\(optimizer, step_size=...\)"),
             (ReduceLROnPlateau, r"autoaccum.callbacks.ReduceOnPlateau\(\)"),
         ],
     )
@@ -423,7 +414,7 @@ class TestSchedulers:
             of_lr_scheduler(scheduler)
 
     def test_every_class_of_pytorch_is_told_by_its_own_parameters(self) -> None:
-        """One that a later version adds is looked at here; ChainedScheduler fails by itself, in PyTorch's words."""
+        """One that a later version adds is looked at here."""
         classes = {
             name
             for name, kind in vars(torch.optim.lr_scheduler).items()
@@ -434,9 +425,9 @@ class TestSchedulers:
             with suppress(ArgumentTypeError):
                 of_lr_scheduler(getattr(torch.optim.lr_scheduler, name))
                 taken.add(name)
-        assert taken == {"CosineAnnealingLR", "PolynomialLR", "ChainedScheduler"}
+        assert taken == {"CosineAnnealingLR", "PolynomialLR"}
 
     def test_a_name_of_the_users_own_may_be_one(self) -> None:
         of_lr_scheduler(lambda optimizer, how_long: None)
-        of_lr_scheduler(lambda optimizer, steps_after_warmup: None)
+        of_lr_scheduler(lambda optimizer, num_warmup_steps, last_epoch=-1: None)
         of_lr_scheduler(lambda *arguments: None)

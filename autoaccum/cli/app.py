@@ -140,8 +140,8 @@ def _app() -> App:
         "sweep": f"Search for lr and effective batch.\n\n{override}",
         "cache": "Show what earlier runs found out about micro-batches, from which later ones begin.\n\n"
         "It is kept in the user's cache directory, or where the environment variable AUTOACCUM_CACHE_DIR says.",
-        "report": "Make a page of a run, or of a sweep: report.html, and its pictures as report-*.png; or of several "
-        "runs side by side: comparison.html.\n\nWhat still goes on is shown as far as it has come.",
+        "report": "Make a page of a run, or of a sweep: report.html; or of several runs side by side: comparison.html."
+        "\n\nWhat still goes on is shown as far as it has come.",
     }.items():
         app.command(f"{COMMANDS}:{name}", name=name, help=text)
     return app

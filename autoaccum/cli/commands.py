@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import dataclasses
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from functools import partial
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any, Protocol, TypeVar
+from typing import Annotated, Any
 
 from cyclopts import App, Parameter
 
 from autoaccum._units import format_bytes
 from autoaccum.cli import options
-from autoaccum.cli.keeping import keeping, sweep_lines, trial_line
+from autoaccum.cli.keeping import keeping, sweep_lines
 from autoaccum.cli.literals import parameters_of
 from autoaccum.cli.options import Json, Recipe, Settings
 from autoaccum.cli.printing import (
@@ -33,7 +32,6 @@ from autoaccum.cli.printing import (
 )
 from autoaccum.errors import ArgumentError, MissingExtraError
 from autoaccum.planning import plans
-from autoaccum.runs.past import Past
 from autoaccum.training.recipes import name_of, opened
 
 STUDY = "study.db"
@@ -174,7 +172,7 @@ def _fit(recipe: Recipe, /, *, settings: Settings = None, json: Json = False, **
             if kept.is_new and not is_launched():
                 arguments["callbacks"] = _with(kept, arguments.get("callbacks", ()))
             result = fit(**{**arguments, "run_dir": kept.path})
-            kept.end(result, arguments)
+            kept.end(result)
     if json and speaks():
         print_json(fit_document(result) | kept_document(kept))
     # A run that was ended by a signal has come to its last checkpoint, if it has any: 4 says that it can go on.
@@ -219,9 +217,8 @@ def _sweep(
     """Run trials, as many as the study lacks, and print what they have come to."""
     from autoaccum._checks import positive_int
     from autoaccum.ranks.group import speaks
-    from autoaccum.sweeps.claims import directory_of
-    from autoaccum.sweeps.options import OF_SWEEP
-    from autoaccum.sweeps.studies import again, best_trials, totals
+    from autoaccum.sweeps.claims import directory_of, folders_of
+    from autoaccum.sweeps.studies import best_trials, totals
     from autoaccum.sweeps.sweep import sweep
 
     positive_int("trials", trials)  # by its name here, which is not that of sweep's argument
@@ -233,7 +230,7 @@ def _sweep(
             name = given.get("study_name") or name_of(recipe)
             # Before it was made there is nothing to say of it.
             if Path(given.get("directory") or directory_of(name)).exists() and speaks() and not json:
-                _say_sweep(name, given, trials, is_finished=False)
+                _say_sweep(name, given, is_finished=False)
             return 4
     found = totals(study)  # of all processes that have worked on it
     if speaks() and json:  # the first rank for all
@@ -242,13 +239,11 @@ def _sweep(
     elif speaks():
         best = best_trials(study)
         print("\n".join(study_lines(best, found)), flush=True)
-        # Of several metrics the best is one of those on the front: that of the best first metric.
-        of_recipe, of_fit = again(study, best[0]) if best else ({}, {})
-        if isinstance(micro_batch := given.get("micro_batch"), int) and "effective_batch" in of_fit:
-            of_fit = {**of_fit, "micro_batch": min(micro_batch, of_fit["effective_batch"])}
-        own = {*OF_SWEEP, "trials", "lr", "effective_batch"} - {"progress"}
-        more = [trial_line(best[0].number, of_recipe, of_fit, own)] if of_fit else []
-        _say_sweep(study.study_name, given, trials, more, is_finished=found["finished"] >= trials)
+        place = Path(given.get("directory") or directory_of(study.study_name))
+        # A trial that another machine ran has its checkpoint there.
+        folder = folders_of(study, place).get(best[0].number) if best else None
+        more = [f"best weights: autoaccum.load_best({str(folder)!r}, model)"] if folder is not None else []
+        _say_sweep(study.study_name, given, more, is_finished=found["finished"] >= trials)
     # Trials that do not fit are pruned, so the study has ended well; but nothing was learnt from it.
     if found["finished"] and found["not_fitting"] == found["finished"]:
         print(f"error: none of {counted(found['finished'], 'trial')} fits: see their not_fitting", file=sys.stderr)
@@ -257,14 +252,12 @@ def _sweep(
     return 0 if found["finished"] >= trials else 4
 
 
-def _say_sweep(
-    name: str, given: Mapping[str, Any], trials: int, more: Sequence[str] = (), *, is_finished: bool
-) -> None:
+def _say_sweep(name: str, given: Mapping[str, Any], more: Sequence[str] = (), *, is_finished: bool) -> None:
     """Print where a study of that name is kept to standard error, and more lines after it."""
     from autoaccum.sweeps.claims import directory_of
 
     place = given.get("directory") or directory_of(name)
-    lines = sweep_lines(place, given.get("storage"), name, trials, is_finished=is_finished)
+    lines = sweep_lines(place, given.get("storage"), name, is_finished=is_finished)
     print(*lines, *more, sep="\n", file=sys.stderr)
 
 
@@ -286,6 +279,8 @@ cache = App(name="cache")
 @cache.default
 def _show_cache(*, json: Json = False) -> None:
     """Print what earlier runs have left, an entry a line."""
+    from autoaccum.runs.past import Past  # not sooner: to help takes no torch
+
     past = Past()
     entries, num_bytes = past.entries(), past.num_bytes()
     if json:
@@ -300,6 +295,8 @@ def _show_cache(*, json: Json = False) -> None:
 @cache.command(name="clear")
 def _clear_cache(*, json: Json = False) -> int:
     """Remove all of it, and nothing else that is in the same directory."""
+    from autoaccum.runs.past import Past
+
     past = Past()
     try:
         removed = past.clear()
@@ -329,61 +326,29 @@ def report(
             show_default=False,
         ),
     ] = None,
-    follow: Annotated[
-        bool,
-        Parameter(negative=(), help="write the page anew, and have browsers load it, until the run ends or Ctrl-C."),
-    ] = False,
     json: Json = False,
 ) -> int:
     """Make a page of runs or of a sweep, and print where it is."""
     # Whoever names a study means a sweep; else what the places hold tells.
     if study is not None or any(map(_is_sweep, run_dirs)):
-        return _report_study(run_dirs, study, output, follow=follow, json=json)
+        return _report_study(run_dirs, study, output, json=json)
     # Imported here, for it takes matplotlib with it, which no other command has a use for.
-    from autoaccum.reporting.page import Report, write_report
-
-    def goes_on(page: Report) -> bool:
-        return not all(facts.is_over for facts in page.runs)
+    from autoaccum.reporting.page import write_report
 
     try:
-        page = _written(partial(write_report, run_dirs, output), goes_on if follow else None, json=json)
+        page = write_report(run_dirs, output)
     except OSError as error:
         return fail(error, 1)
     if json:
         print_json(
             {
                 "path": str(page.path),
-                "images": [str(image) for image in page.images],
                 "runs": [dataclasses.asdict(facts) for facts in page.runs],
             }
         )
+    else:
+        print(page.path)
     return 0
-
-
-class _Page(Protocol):
-    """What a page is known by, whatever it is about."""
-
-    @property
-    def path(self) -> Path:
-        """Return where it is."""
-
-
-P = TypeVar("P", bound=_Page)
-
-
-def _written(write: Callable[[float | None], P], goes_on: Callable[[P], bool] | None, *, json: bool) -> P:
-    """Write a page, again and again while that is asked for, and print where it is unless JSON will say so."""
-    from autoaccum.reporting.live import follow
-
-    def told(page: P) -> None:
-        if not json:
-            print(page.path, flush=True)  # whoever follows it opens it now
-
-    if goes_on is not None:
-        return follow(write, goes_on, told)
-    page = write(None)
-    told(page)
-    return page
 
 
 def _is_sweep(place: str) -> bool:
@@ -394,21 +359,20 @@ def _is_sweep(place: str) -> bool:
     return "://" in place or place.startswith("journal:") or place.endswith(".log")
 
 
-def _report_study(places: Sequence[str], name: str | None, output: str | None, *, follow: bool, json: bool) -> int:
+def _report_study(places: Sequence[str], name: str | None, output: str | None, *, json: bool) -> int:
     """Make a page of a study, and print where it is."""
     from autoaccum.sweeps.page import write_study_report
-    from autoaccum.sweeps.studies import load_study
+    from autoaccum.sweeps.studies import best_trials, load_study, totals
 
     if len(places) > 1:
         raise ArgumentError("RUN_DIR", ", ".join(places), "one sweep", "Make a page of each.")
     study, directory = load_study(places[0], name)
-    # Nothing tells whether another process will run more trials: a sweep is followed until Ctrl-C.
-    goes_on = (lambda page: True) if follow else None
     try:
-        page = _written(partial(write_study_report, study, directory, output), goes_on, json=json)
+        path = write_study_report(study, directory, output)
     except OSError as error:
         return fail(error, 1)
     if json:
-        images = [str(image) for image in page.images]
-        print_json({"path": str(page.path), "images": images, "study": dataclasses.asdict(page.study)})
+        print_json({"path": str(path), **study_document(study, totals(study), best_trials(study), directory)})
+    else:
+        print(path)
     return 0

@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from contextvars import ContextVar
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -19,13 +19,11 @@ from tqdm.auto import tqdm
 from autoaccum.errors import ArgumentError
 from autoaccum.events import Record, Saved
 from autoaccum.memory import clock
-from autoaccum.runs.manifests import manifests
-from autoaccum.training.recipes import module_and_function, name_of, passed
+from autoaccum.training.recipes import name_of
 
 if TYPE_CHECKING:  # it takes torch with it
     from autoaccum.training.result import FitResult
 
-_BUDGETS = ("epochs", "steps", "samples")
 RUNS = "AUTOACCUM_RUNS_DIR"
 """The environment variable that names the folder of new directories; ``runs`` below the current folder without it."""
 NONE = "none"
@@ -42,22 +40,17 @@ class Kept:
     path: str | os.PathLike[str] | None
     """The directory; None where nothing is kept."""
     resume_command: str | None
-    """The command that resumes the run, with twice the budget if it is finished; None if no command does."""
+    """The command that resumes the run; None where it has ended, or nothing is kept."""
     report_command: str | None
     """What draws it."""
-    recipe: str = ""
-    """As it was typed."""
     is_new: bool = False
     """Whether the directory was made here, so that nobody knows of it yet."""
-    more: Sequence[str] = ()
-    """Words that the resume command needs next to the typed ones."""
-    _has_best: bool = False
-    _settings: Mapping[str, Any] = field(default_factory=dict)
-    _step: int = 0
     ended: str = ""
     """How the run has ended, as ``FitResult`` has it; empty where an error ended it."""
     state: str = ""
-    """Why no command alone resumes the run, or since when it diverged; else empty."""
+    """After which step it was interrupted, or since when it diverged; else empty."""
+    weights: str = ""
+    """The file of what was trained."""
 
     def __call__(self, record: Record) -> None:
         """Say where a new run is kept once it can go on from there: what is killed says nothing at its end."""
@@ -66,50 +59,30 @@ class Kept:
             place = shlex.quote(os.fspath(self.path or ""))
             tqdm.write(f"saving to: {place} (resume: --run-dir {place})", file=sys.stderr)
 
-    def end(self, result: FitResult, arguments: Mapping[str, Any]) -> None:
-        """Note how a run of these arguments ended, and which command resumes it."""
-        from autoaccum.data.streams import is_iterator  # not sooner: to help takes no torch
-
+    def end(self, result: FitResult) -> None:
+        """Note how a run ended."""
         self.ended = result.ended
         if self.ended == "diverged":
             self.state = f"{result.divergence}. Lower the learning rate, or pass --clip-norm 1.0, in a new run."
         elif self.ended == "interrupted":
             self.state = f"after step {result.num_steps}"
-        elif self.ended == "stopped":
-            self.state = "by a callback, which has to allow more steps before the run can resume"
-        elif arguments.get("lr_scheduler") is not None:
-            self.state = "its lr_scheduler has ended (a longer run begins again, in a new run_dir)"
-        elif is_iterator(arguments.get("data")):
-            self.state = "its data can be read only once"
         elif self.path is not None:
-            budget = next((name for name in _BUDGETS if arguments.get(name) is not None), "epochs")
-            # An earlier command may have trained further than this one asked for.
-            epochs = result.history[-1].epoch + 1 if result.history else 1
-            taken = {"epochs": epochs, "steps": result.num_steps, "samples": result.num_samples}[budget]
-            more = [f"--{budget}", str(2 * max(taken, arguments.get(budget) or 1))]
-            self.resume_command = _command([*_without(typed.get(), _BUDGETS), *more], os.fspath(self.path), self.more)
-        if self.ended != "interrupted" and self.state:
+            file = os.path.join(self.path, "checkpoints", f"step-{result.num_steps:08d}", "model.safetensors")
+            self.weights = file if os.path.exists(file) else ""  # ranks that share a model write others
+        if self.ended != "interrupted":
             self.resume_command = None
-        # Validations whose losses were all NaN leave no best checkpoint.
-        self._has_best = self.path is not None and any(one.is_best for one in manifests(Path(self.path)))
-        self._step, self._settings = result.num_steps, passed.get()
 
     def lines(self) -> list[str]:
-        """Return the lines after a run; the last one says how the run ended, unless it spent its budget."""
+        """Return the lines after a run; the last one says how it ended, where it was interrupted or diverged."""
         lines = []
         if self.path is not None:
-            place = os.fspath(self.path)
-            weights = os.path.join(place, "checkpoints", f"step-{self._step:08d}", "model.safetensors")
-            lines.append(f"saved: {place}")
+            lines.append(f"saved: {os.fspath(self.path)}")
             if self.resume_command is not None:
                 lines.append(f"resume: {self.resume_command}")
-            elif self._has_best and self.ended != "diverged":
-                lines.append(f"weights: {_loading(self.recipe, self._settings, best_of=place)}")
-            elif self.ended != "diverged" and os.path.exists(weights):
-                lines.append(f"weights: {_loading(self.recipe, self._settings, file=weights)}")
+            if self.weights:
+                lines.append(f"weights: {self.weights}")
             lines.append(f"report: {self.report_command}")
-        # Where nothing is kept, what else there is to say is about going on.
-        if self.state and (lines or self.ended in ("interrupted", "diverged")):
+        if self.state:
             lines.append(f"{self.ended}: {self.state}")
         return lines
 
@@ -141,7 +114,7 @@ def keeping(recipe: str, arguments: Mapping[str, Any], *, json: bool) -> Iterato
     if is_new:
         run_dir = made = _of_all_ranks(lambda: _made(base, name_of(recipe)), arguments)
     # What a recipe says of it holds for the command, too.
-    kept = _kept(recipe, run_dir, is_new=is_new, more=["--resume", "auto"] if arguments.get("resume") is False else [])
+    kept = _kept(run_dir, ["--resume", "auto"] if arguments.get("resume") is False else [], is_new=is_new)
     try:
         yield kept
     except BaseException as error:
@@ -158,55 +131,16 @@ def keeping(recipe: str, arguments: Mapping[str, Any], *, json: bool) -> Iterato
         _say(kept)
 
 
-def _kept(recipe: str, run_dir: Any, *, is_new: bool, more: Sequence[str]) -> Kept:
-    """Return what there is to say of a run in that directory."""
+def _kept(run_dir: Any, more: Sequence[str], *, is_new: bool) -> Kept:
+    """Return what there is to say of a run in that directory; its command needs ``more`` words than were typed."""
     # Commands are made here and not where they are printed: lines and JSON have the same.
     if run_dir is None:
         return Kept(path=None, resume_command=None, report_command=None)
-    report = shlex.join(["autoaccum", "report", os.fspath(run_dir)])
-    goes_on = _command(typed.get(), os.fspath(run_dir), more)
-    return Kept(path=run_dir, resume_command=goes_on, report_command=report, recipe=recipe, is_new=is_new, more=more)
-
-
-def _loading(recipe: str, settings: Mapping[str, Any], *, best_of: str = "", file: str = "") -> str:
-    """Return a line of Python that makes the recipe's model and loads weights into it.
-
-    Args:
-        recipe: as it was typed.
-        settings: what its function was called with, where that differs from its defaults.
-        best_of: the run's directory; its best weights are loaded.
-        file: the file of weights to load, where there is no best.
-
-    >>> _loading("a.py", {}, best_of="runs/a")
-    "import autoaccum; model = autoaccum.load_best('runs/a', 'a.py')"
-    >>> _loading("a.b:small", {"width": 8}, best_of="runs/a")
-    "import autoaccum; from a.b import small; model = autoaccum.load_best('runs/a', small(width=8)['model'])"
-    """
-    if best_of and not settings:
-        return f"import autoaccum; model = autoaccum.load_best({best_of!r}, {recipe!r})"
-    target, function, is_file = module_and_function(recipe)
-    given = ", ".join(f"{name}={value!r}" for name, value in settings.items())
-    if is_file:
-        # The recipe may import what lies next to it; the current folder is on the path already.
-        folder = os.path.dirname(target)
-        path = f"import sys; sys.path.insert(0, {folder!r}); " if folder else ""
-        imports, made = f"{path}import runpy", f"runpy.run_path({target!r})[{function!r}]({given})['model']"
-    else:
-        imports, made = f"from {target} import {function}", f"{function}({given})['model']"
-    if best_of:
-        return f"import autoaccum; {imports}; model = autoaccum.load_best({best_of!r}, {made})"
-    load = f"model.load_state_dict(safetensors.torch.load_file({file!r}))"
-    return f"import safetensors.torch; {imports}; model = {made}; {load}"
-
-
-def _command(words: Sequence[str], run_dir: str, more: Sequence[str] = ()) -> str:
-    """Return the command line that goes on with a run, made of the one that has begun it.
-
-    >>> _command(["fit", "a.py", "--resume", "false", "--run_dir=b", "--lr", "1"], "runs/my run")
-    "autoaccum fit a.py --lr 1 --run-dir 'runs/my run'"
-    """
-    # Both are said anew, for the directory may have been none, and what begins anew does not go on.
-    return _started_as([*_without(words, ("run-dir", "resume")), *more, "--run-dir", run_dir])
+    place = os.fspath(run_dir)
+    # Both are said anew, for the directory may have been none, and a run that starts anew does not resume.
+    again = _started_as([*_without(typed.get(), ("run-dir", "resume")), *more, "--run-dir", place])
+    report = shlex.join(["autoaccum", "report", place])
+    return Kept(path=run_dir, resume_command=again, report_command=report, is_new=is_new)
 
 
 def _without(words: Sequence[str], names: Collection[str]) -> list[str]:
@@ -230,46 +164,21 @@ def _started_as(words: Sequence[str]) -> str:
     return f"{'torchrun ... -m autoaccum' if is_launched() else 'autoaccum'} {shlex.join(words)}"
 
 
-def trial_line(
-    number: int, of_recipe: Mapping[str, Any], of_fit: Mapping[str, Any], sweeps_own: Collection[str]
-) -> str:
-    """Return the line that says by which command a trial of a sweep is trained once more.
-
-    Args:
-        number: of the trial.
-        of_recipe: what its recipe was called with, beside what all trials have in common.
-        of_fit: arguments of ``fit`` that were the trial's.
-        sweeps_own: names of arguments that ``fit`` has not; other options stay as they were typed.
-    """
-    # No "--json": where that was typed nothing of this is printed.
-    words = _without(typed.get()[1:], {name.replace("_", "-") for name in (*sweeps_own, *of_recipe, *of_fit)})
-    for name, value in of_recipe.items():
-        words += ["--set", f"{name}={value}"]
-    for name, value in of_fit.items():
-        words += [f"--{name.replace('_', '-')}", str(value)]
-    return f"train trial {number} again: {_started_as(['fit', *words])}"
-
-
-def sweep_lines(
-    directory: str | os.PathLike[str], storage: str | None, study: str, trials: int, *, is_finished: bool
-) -> list[str]:
+def sweep_lines(directory: str | os.PathLike[str], storage: str | None, study: str, *, is_finished: bool) -> list[str]:
     """Return what is said at the end of a sweep: where it is kept, what goes on with it and what draws it.
 
     Args:
         directory: of its trials.
         storage: as it was passed; None for the file in the directory.
         study: its name.
-        trials: as many as were asked for.
-        is_finished: whether it has as many.
+        is_finished: whether it has as many trials as were asked for.
     """
     place = os.fspath(directory)
-    words = [*_without(typed.get(), ("trials",)), "--trials", str(2 * trials)] if is_finished else typed.get()
     drawn = ["autoaccum", "report", *([place] if storage is None else [storage, "--study", study])]
-    return [
-        f"saved: {place}{'' if storage is None else f' and {storage}'}",
-        f"resume: {_started_as(words)}",
-        f"report: {shlex.join(drawn)}",
-    ]
+    lines = [f"saved: {place}{'' if storage is None else f' and {storage}'}"]
+    if not is_finished:
+        lines.append(f"resume: {_started_as(typed.get())}")
+    return [*lines, f"report: {shlex.join(drawn)}"]
 
 
 def _made(base: Path, name: str) -> Path:

@@ -87,13 +87,6 @@ class Source(Protocol):
         By a digest a later process knows whether the samples that it passes over are those that were trained on.
         """
 
-    def check(self, state: Any, entry: str) -> None:
-        """Check what ``state_dict`` has returned.
-
-        Raises:
-            CheckpointCorruptError: it has not returned that.
-        """
-
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Let the next pass begin where ``state_dict`` was asked for.
 
@@ -104,12 +97,6 @@ class Source(Protocol):
         """Return a batch of that many samples (repeated where there are not enough); leave the data as it was.
 
         Where a collate_fn takes samples of different lengths, the longest of the first few is repeated.
-        """
-
-    def uneven(self, num_samples: int) -> Sequence[tuple[Any, Any, Any]]:
-        """Return so many of the longest of the first few samples with as many of the shortest, and each alone.
-
-        Several times where the same ones make other batches; nothing where samples are not padded, or about as long.
         """
 
     def form(self, num_samples: int) -> Any:

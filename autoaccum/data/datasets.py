@@ -16,15 +16,14 @@ from torch.utils.data import DataLoader, Subset, TensorDataset, default_collate
 from autoaccum.data import batches
 from autoaccum.data.base import Collate, Item, NextPiece, PlanAt, Reader
 from autoaccum.data.collating import unlike
-from autoaccum.data.contents import digest_of
+from autoaccum.data.digests import digest_of
 from autoaccum.data.grouped import GroupedSamples
-from autoaccum.data.joins import are_same
-from autoaccum.data.lengths import PEEK, Padding, lengths_of, repeat_in_turn, repeat_longest, try_twice, uneven
+from autoaccum.data.lengths import PEEK, Padding, lengths_of, repeat_in_turn, repeat_longest, try_twice
 from autoaccum.data.orders import InOrder, Order, chosen
 from autoaccum.data.packing import pack, unpack
 from autoaccum.data.parts import set_epoch
 from autoaccum.data.pieces import BATCHES, Pieces, SampleReader, items_form, with_preserved_randomness
-from autoaccum.data.randomness import collated_otherwise, mix, preserved_randomness
+from autoaccum.data.randomness import mix, preserved_randomness
 from autoaccum.data.tensors import TensorSource
 from autoaccum.data.workers import StartWorker, iterate
 from autoaccum.errors import AutoaccumError, DataError
@@ -280,26 +279,6 @@ class DatasetSource(InOrder):
             items = self._first(PEEK if may_differ else min(num_samples, PEEK))
             repeat = repeat_longest if may_differ else repeat_in_turn
             return self._collated(repeat(items, num_samples))
-
-    def uneven(self, num_samples: int) -> list[tuple[Any, Any, Any]]:
-        """Return the longest and the shortest of the first few, together and each alone.
-
-        Several times under other draws where these make other batches; nothing where samples are about as long.
-        """
-        found: list[tuple[Any, Any, Any]] = []
-        if self._collate is default_collate:
-            return found
-        with preserved_randomness():
-            first = self._first(PEEK)
-            for way in range(1, 4):
-                if (parts := uneven(first, num_samples)) is None:
-                    return found
-                with collated_otherwise(way):
-                    together, long, short = map(self._collated, parts)
-                if found and are_same(found[0][1], long):
-                    break
-                found.append((together, long, short))
-        return found
 
     def _first(self, count: int) -> list[Item]:
         return self._reader.__getitems__([(0, i, i) for i in range(min(self._size, count))])

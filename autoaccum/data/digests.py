@@ -1,10 +1,10 @@
-"""Digests of the samples that were trained on, by which a run that goes on knows whether the data are the same."""
+"""Digests of data in memory, and of the samples that were trained on, by which a resumed run knows its data."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import fields, is_dataclass
-from hashlib import blake2b
+from hashlib import blake2b, sha256
 from itertools import islice
 from typing import Any
 
@@ -12,7 +12,6 @@ import numpy as np
 import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
-from autoaccum._kinds import Check, a, anything, entries, whole
 from autoaccum.errors import DataError
 
 _BYTES = 4096
@@ -21,20 +20,13 @@ _ENTRIES = 64
 """Look at so many entries of a list or a dict."""
 _DEEPEST = 8
 """Levels of a sample that are looked into."""
+MOST_BYTES = 4 * 2**20
+"""Bytes of all tensors together that are read for a digest: 10 ms."""
+_FEWEST_ROWS = 64
+"""Read parts of at least so many rows, however large they are."""
 EACH = 64
 """Samples from the beginning of an epoch of which each is read; ``EVERY`` so manieth after them."""
 EVERY = 16
-
-_REACHED: dict[str, Check] = {"position": whole(), "digest": a(str)}
-SAVED: Check = entries(
-    {"epoch": whole(), **_REACHED},
-    optionally={
-        "first": entries(_REACHED),
-        "generators": a(list), "carried": a(list), "start": whole(), "before": a(str), "batches": a(bool),
-        "state": anything,
-    },
-)  # fmt: skip
-"""Checks what a source has saved of its place."""
 
 
 class Rolling:
@@ -77,8 +69,7 @@ def _add(update: Any, thing: Any, levels: int) -> None:
         if is_plain:
             numbers = thing.detach().reshape(-1)
             step = -(-numbers.nbytes // _BYTES) | 1 if numbers.nbytes > _BYTES else 1
-            some = numbers[::step].resolve_conj().resolve_neg().cpu().contiguous()
-            update(some.view(torch.uint8).numpy().data)  # as bytes, for NumPy has no bfloat16
+            update(_bytes_of(numbers[::step]))
     elif isinstance(thing, np.ndarray | np.generic):
         thing = np.asarray(thing)
         update(f"{thing.shape}{thing.dtype.str}".encode())
@@ -124,3 +115,41 @@ def refuse_others(kind: str, epoch: int, position: int) -> None:
         f"generators of torch, numpy or random, which autoaccum seeds each epoch. If you changed the data, undo that, "
         f"or pass resume=False to start over."
     )
+
+
+def _bytes_of(tensor: torch.Tensor) -> memoryview:
+    """Return the bytes of a tensor, because NumPy has no bfloat16."""
+    plain = tensor.resolve_conj().resolve_neg().cpu().contiguous()
+    return plain.flatten().view(torch.uint8).numpy().data
+
+
+def digest_of(leaves: Sequence[Any]) -> str | None:
+    """Return a digest of tensors, of smaller ones all of their bytes; None where none of the leaves is a tensor.
+
+    What is read of larger ones is a function of their shapes, so that it is the same in each process.
+    """
+    # Of a tensor that lies in memory otherwise, a sparse one say, the bytes are not its numbers.
+    tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor) and leaf.layout is torch.strided]
+    if not tensors:
+        return None
+    digest = sha256()
+    for tensor in tensors:
+        for part in _parts(tensor.detach().as_subclass(torch.Tensor), MOST_BYTES // len(tensors)):
+            digest.update(_bytes_of(part))
+    return digest.hexdigest()[:16]
+
+
+def _parts(tensor: torch.Tensor, most_bytes: int) -> list[torch.Tensor]:
+    """Return parts of a tensor that hold about so many bytes."""
+    num_bytes = tensor.numel() * tensor.element_size()
+    if num_bytes <= most_bytes or not tensor.ndim:
+        return [tensor]
+    num_rows = len(tensor)
+    row_bytes = num_bytes // num_rows
+    count = min(num_rows, max(most_bytes // row_bytes, _FEWEST_ROWS))
+    rows = torch.arange(count, device="cpu") * (num_rows - 1) // max(count - 1, 1)  # they may be millions
+    if count * row_bytes <= most_bytes:
+        return [tensor.index_select(0, rows.to(tensor.device))]
+    # Every so manieth number of each row: an odd step, for the rows of an image often have an even length.
+    step = -(-count * row_bytes // most_bytes) | 1
+    return [tensor[row].reshape(-1)[::step] for row in rows]

@@ -12,7 +12,6 @@ from typing import Any, TypeVar
 import numpy as np
 import torch
 
-from autoaccum._kinds import a, entries, optional, whole
 from autoaccum.data import batches, objects
 from autoaccum.data.base import Item
 from autoaccum.memory.oom import is_out_of_memory
@@ -70,19 +69,6 @@ def repeat_longest(items: Sequence[Item], num_samples: int) -> list[Item]:
     return [(epoch, position, copy(sample)) for _ in range(num_samples)]
 
 
-def uneven(items: Sequence[Item], num_samples: int) -> tuple[list[Item], list[Item], list[Item]] | None:
-    """Return so many of the longest item with as many of the shortest, and each alone; None if about as long."""
-    lengths = lengths_of(items)
-    least, most = min(lengths), max(lengths)
-    if 2 * least > most:
-        return None
-    long, short = ([items[lengths.index(length)]] * num_samples for length in (most, least))
-    # Copies, for a collate_fn may write to its samples.
-    parts = [*long, *short], long, short
-    copies = [[deepcopy(item) for item in part] for part in parts]
-    return copies[0], copies[1], copies[2]
-
-
 def try_twice(function: Callable[[], T]) -> T:
     """Return what a function returns; call it a second time if memory runs out at the first.
 
@@ -134,10 +120,6 @@ class BatchLengths:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Put back what ``state_dict`` returned."""
         self._first, self._vary = state["first"], state["vary"]
-
-
-LENGTHS = entries({"first": optional(whole()), "vary": a(bool)})
-"""What the state of ``BatchLengths`` may be."""
 
 
 class Padding:

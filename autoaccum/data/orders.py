@@ -19,7 +19,7 @@ import numpy as np
 import torch
 
 from autoaccum.data.base import Reader, Window
-from autoaccum.data.digests import SAVED, refuse_others
+from autoaccum.data.digests import refuse_others
 from autoaccum.data.parts import generators_of, set_epoch
 from autoaccum.data.randomness import IsolatedRandomness, mix, seeded_state
 from autoaccum.errors import DataError
@@ -279,10 +279,6 @@ class InOrder:
     def state_dict(self) -> dict[str, Any] | None:
         """Return where the newest pass stands in its order."""
         return self._order.state_dict()
-
-    def check(self, state: Any, entry: str) -> None:
-        """Check what ``state_dict`` has returned."""
-        SAVED(state, entry)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Let the next pass compare its order with it."""

@@ -287,8 +287,8 @@ class SampleReader:
         try:
             if self.reads_together:
                 return self._together(keys)
-            if self._draws is None and keys:
-                items.append(self._read(keys[0]))
+            if self._draws is None and keys:  # by one sample first, which is soon read again
+                self._draws = not self._have_drawn_nothing(keys[:1], items)
             if not self._draws and self._have_drawn_nothing(keys[len(items) :], items):
                 return items
             for key in keys[len(items) :]:
@@ -336,6 +336,10 @@ class SampleReader:
 
     def _have_drawn_nothing(self, keys: Sequence[tuple[int, int, Any]], items: list[Item]) -> bool:
         """Read more samples without seeds, which take longer than many a sample; return False if one of them draws."""
+        # Some look at a state and leave it as it is, by torch.initial_seed() or torch.random.fork_rng(): these see the
+        # same in all of an epoch, wherever its samples are read and whatever the micro-batches.
+        for epoch, *_ in keys[:1]:
+            torch.default_generator.manual_seed(mix(self._seed, epoch) >> 1)
         before, read = get_state(), len(items)
         try:
             for epoch, position, index in keys:

@@ -13,19 +13,16 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader, IterableDataset, default_collate
 
-from autoaccum._kinds import below
 from autoaccum.data import batches, lists
 from autoaccum.data.arrays import converted
 from autoaccum.data.base import Collate, PlanAt, Reader
 from autoaccum.data.collating import collate_of
-from autoaccum.data.contents import digest_of
-from autoaccum.data.digests import SAVED, Rolling, is_read, refuse_others
+from autoaccum.data.digests import Rolling, digest_of, is_read, refuse_others
 from autoaccum.data.dims import AtDim
 from autoaccum.data.grouped import GroupedSamples
 from autoaccum.data.lengths import PEEK, BatchLengths, Padding, repeat_longest
 from autoaccum.data.parts import generators_of, set_epoch
 from autoaccum.data.pieces import Pieces, SampleReader, batches_form, items_form, with_preserved_randomness
-from autoaccum.data.random_states import check_generator
 from autoaccum.data.randomness import IsolatedRandomness, mix, seed_host
 from autoaccum.data.splits import Automatic, is_said
 from autoaccum.errors import DataError, EmptyDatasetError
@@ -198,13 +195,6 @@ class StreamSource:
         """Return where the newest pass stands, and what it has come from."""
         return self._saved if self._newest is None else self._newest.state_dict()
 
-    def check(self, state: Any, entry: str) -> None:
-        """Check what ``state_dict`` has returned; what the stream has returned itself is its own to check."""
-        SAVED(state, entry)
-        for name in ("generators", "carried"):
-            for place, one in enumerate(self._states_of(state, name) or ()):
-                check_generator(self.generators[place], one, f"{below(entry, name)}[{place}]")
-
     def load_state_dict(self, state: State) -> None:
         """Let the next pass begin there."""
         self._newest, self._saved = None, state
@@ -251,10 +241,6 @@ class StreamSource:
         else:
             batch = self._collate(repeat_longest(piece, num_samples))
         return batches.to_device(batch, self._device, copy=True)
-
-    def uneven(self, num_samples: int) -> tuple[()]:
-        """Return nothing: to begin a stream once more may take long."""
-        return ()
 
     def form(self, num_samples: int) -> Any:
         """Return None: streams are read from one end to the other, and to look at one may be all there is of it."""

@@ -14,7 +14,7 @@ import torch
 from autoaccum.data import batches, objects
 from autoaccum.data.arrays import as_tensor
 from autoaccum.data.base import PlanAt, Reader, Window
-from autoaccum.data.contents import digest_of
+from autoaccum.data.digests import digest_of
 from autoaccum.data.dims import AtDim
 from autoaccum.data.orders import InOrder, Order, Unlisted
 from autoaccum.memory.oom import RanOut, attempt
@@ -115,10 +115,6 @@ class TensorSource(InOrder):
     def example(self, num_samples: int) -> Any:
         """Return the first rows, repeated."""
         return self.gather({_HOST: torch.arange(num_samples, device="cpu") % self._num_rows})
-
-    def uneven(self, num_samples: int) -> tuple[()]:
-        """Return nothing: rows of a tensor are alike."""
-        return ()
 
     def form(self, num_samples: int) -> Any:
         """Return as many of what is no tensor, and tensors as they are, of which nothing is read."""

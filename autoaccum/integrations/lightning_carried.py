@@ -158,6 +158,6 @@ def _refusal(module: str, name: str) -> ArgumentError:
         "training_step",
         f"{module}.training_step, which reads self.{name}",
         "one that goes by its own samples: a micro-batch would go on from what the one before it has left of others",
-        "Pass micro_batch= the whole batch if it fits, keep what is carried in the batch, or reset it; "
-        "state='window' where it belongs to no samples.",
+        "Pass accumulate='joined', or micro_batch= the whole batch if it fits; keep what is carried in the batch, or "
+        "reset it.",
     )

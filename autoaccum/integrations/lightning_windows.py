@@ -39,8 +39,7 @@ class Windows:
         self._kwargs: dict[str, Any] = {}  # of training_step, but for the batch
         self._records = Records(trainer.fit_loop.epoch_loop._results, trainer.lightning_module, trainer.global_rank)
         self._split = split_of(options.get("split"), options.get("batch_dim", 0), None, None)
-        # Held for the window, nothing is carried from micro-batch to micro-batch.
-        self._carried = None if options.get("state") == "window" else Carried(trainer.lightning_module)
+        self._carried = Carried(trainer.lightning_module)
         self._found: Mapping[str, Any] = {}
         self._key: object = None  # what the accumulator was made for
         self.accumulator: Accumulator | None = None

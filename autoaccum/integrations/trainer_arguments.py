@@ -16,7 +16,7 @@ from autoaccum.training.synonyms import elsewhere, meant_by, unknown_argument
 
 OPTIONS = (
     *("micro_batch", "max_micro_batch", "min_micro_batch", "memory_limit", "headroom", "memory_saving"),
-    *("patience", "state", "batch_norm", "accumulate", "verify", "strict", "compression", "split", "batch_dim"),
+    *("patience", "accumulate", "verify", "strict", "compression", "split", "batch_dim"),
 )
 """Arguments of ``Accumulator`` that a trainer takes beside its own: the others are said by TrainingArguments."""
 _USUAL_BATCH = 8

@@ -47,7 +47,7 @@ class AutoAccumMixin(Trainer):  # type: ignore[misc]  # of no known type where t
     It takes the arguments of the trainer, and besides, by name: effective_batch, the samples of each step over all
     ranks, which is per_device_train_batch_size times gradient_accumulation_steps times the ranks when left out; and
     those of ``Accumulator`` that say how windows are run: micro_batch, max_micro_batch, min_micro_batch, memory_limit,
-    headroom, memory_saving, patience, state, batch_norm, accumulate, verify, strict, compression, split and
+    headroom, memory_saving, patience, accumulate, verify, strict, compression, split and
     batch_dim.
     """
 

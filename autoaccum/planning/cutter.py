@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from autoaccum.planning import granules
 from autoaccum.planning.cuts import Lengths, are_alike, cheapest, cut, cut_by_weight
 from autoaccum.planning.history import History
 
@@ -13,7 +12,7 @@ from autoaccum.planning.history import History
 class Cutter:
     """What there is to cut, and into what; which weight is right is for others to say."""
 
-    def __init__(self, *, smallest: int, ceiling: int, by_samples: bool, floor: int = 1, granule: int = 1) -> None:
+    def __init__(self, *, smallest: int, ceiling: int, by_samples: bool, floor: int = 1) -> None:
         """Set up.
 
         Args:
@@ -21,14 +20,11 @@ class Cutter:
             ceiling: the most samples in a micro-batch of any use.
             by_samples: whether sizes are a user's own, and so of samples however long they are.
             floor: the fewest samples of a micro-batch as the user has it, below which ``smallest`` never falls.
-            granule: samples that no cut may divide, as groups of BatchNorm: see ``granules``.
         """
         # What samples weigh is told by the trials. A history that is begun anew takes this one's place, so that others
         # ask for it here each time.
         self.history = History()
         self._floor = floor
-        self.granule = granule
-        """Samples that no cut divides."""
         self.set_smallest(smallest)
         self.full_window: tuple[int, Lengths] = (0, None)
         """Samples of the last full window, and their lengths; 0 before the first."""
@@ -42,7 +38,7 @@ class Cutter:
         # Apart, for a later process may be told another floor, and what a model needs may become less.
         self.needed = needed
         """The fewest samples that can be computed."""
-        self.smallest = granules.fewest_granules(max(needed, self._floor), self.granule) * self.granule
+        self.smallest = max(needed, self._floor)
         """Samples that every micro-batch has at least, unless its window has fewer."""
 
     @property
@@ -65,34 +61,17 @@ class Cutter:
             # One sample may weigh more than the weight, and still has to be run.
             return self.cut(num_samples, min(most, max(1, weight // self.history.each(lengths))))
         weights = [self.history.weight(length) for length in lengths]
-        if self.granule > 1:
-            sizes = granules.cut_by_weight(weights, weight, self.smallest, self.granule)
-        else:
-            sizes = cut_by_weight(weights, weight, self.smallest)
+        sizes = cut_by_weight(weights, weight, self.smallest)
         # By weight alone there may be fewer than are wanted.
         return sizes if len(sizes) >= fewest else self.cut(num_samples, most)
 
     def cut(self, num_samples: int, max_micro_batch: int, smallest: int | None = None) -> tuple[int, ...]:
         """Cut a window of samples that are alike; ``smallest`` in place of the smallest size that there is."""
         smallest = self.smallest if smallest is None else smallest
-        if self.granule > 1:
-            return granules.cut(num_samples, max_micro_batch, smallest, self.granule)
         return cut(num_samples, max_micro_batch, smallest)
-
-    def within(self, size: int, num_samples: int) -> int:
-        """Return the most samples that a micro-batch of a window may have, of so many that are wanted."""
-        return size if self.granule == 1 else granules.within(size, num_samples, self.granule)
-
-    def may_be_left(self, num_samples: int) -> bool:
-        """Return whether the rest of a window, behind micro-batches, makes another micro-batch."""
-        # The last granule of a window has fewer samples than the others, unless more than a granule is asked for.
-        is_rest = self.granule > 1 and num_samples >= max(2, self._floor)
-        return num_samples >= self.smallest or is_rest
 
     def cheapest(self, num_samples: int, max_micro_batch: int, seconds: Callable[[int], float]) -> int:
         """Return the samples of the largest micro-batch of the cut of a window that takes least time."""
-        if self.granule > 1:
-            return granules.cheapest(num_samples, max_micro_batch, seconds, self.smallest, self.granule)
         return cheapest(num_samples, max_micro_batch, seconds, self.smallest)[0]
 
     def weights(self, sizes: Sequence[int], lengths: Lengths = None) -> list[int]:

@@ -295,7 +295,6 @@ class Largest:
             peak_bytes=peak_bytes,
             limit_bytes=self._limits.limit_bytes,
             min_micro_batch=self._cutter.min_micro_batch,
-            group=self._cutter.granule if 1 < self._cutter.granule <= micro_batch else None,
         )
 
     def _judged(self, trial: Trial) -> Trial:

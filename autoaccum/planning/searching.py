@@ -161,7 +161,7 @@ class Searching:
         if lengths is None:
             weight = max(weight, self._surely(fits, num_samples))
         # Of samples that are alike, the size that the plan with as many micro-batches would have anyway.
-        size = self._cutter.within(weight // each, num_samples)
+        size = weight // each
         if lengths is None and fits:
             size = self._cutter.cut(num_samples, weight)[0]
         elif are_alike(lengths) and fits and size >= min(smallest, num_samples):
@@ -228,7 +228,7 @@ class Searching:
     def has_room(self, trial: int, left: int) -> bool:
         """Return whether a trial leaves nothing of a window, or enough for another micro-batch."""
         # What is left between the two would be a micro-batch of fewer samples than the smallest.
-        return trial == left or (trial < left and self._cutter.may_be_left(left - trial))
+        return trial == left or (trial < left and left - trial >= self._cutter.smallest)
 
     def is_enough(self, weight: int) -> bool:
         """Return whether larger ones are known to be no faster."""

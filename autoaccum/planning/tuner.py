@@ -16,7 +16,7 @@ from itertools import accumulate
 from typing import Any
 
 from autoaccum.planning.attempts import Attempt, Piece, length_at, pieces_of
-from autoaccum.planning.costs import MemoryModel, TimeModel, Trial, fit_memory_model, fit_time_model
+from autoaccum.planning.costs import MemoryModel, TimeModel, Trial, fit_memory_model
 from autoaccum.planning.cuts import Lengths, is_padded
 from autoaccum.planning.cutter import Cutter
 from autoaccum.planning.earlier import learnt, recalled
@@ -49,7 +49,6 @@ class Tuner:
         largest: int = 0,
         smallest: int = 1,
         floor: int = 1,
-        granule: int = 1,
         few_sizes: bool = False,
         warms_up: bool = False,
         is_enforced: bool = False,
@@ -64,7 +63,6 @@ class Tuner:
             largest: what may be used untried: a user's own micro-batch.
             smallest: no micro-batch has fewer samples, unless its window does.
             floor: nor fewer than these, which are the user's own: ``set_smallest`` does not go below them.
-            granule: samples that no cut divides: see ``granules``.
             few_sizes: whether to try few sizes, and large ones: for each new one costs a compilation, or small ones
                 are worth little.
             warms_up: whether a size is run once before it is tried: see ``Searching``.
@@ -73,7 +71,7 @@ class Tuner:
         # Whether sizes are found out at all. If not they are the user's, which hold however fast others may be, and
         # give way only where memory runs out, or where nobody else keeps the limit.
         self._learns = search
-        self._cutter = Cutter(smallest=smallest, ceiling=ceiling, by_samples=not search, floor=floor, granule=granule)
+        self._cutter = Cutter(smallest=smallest, ceiling=ceiling, by_samples=not search, floor=floor)
         self.limits = Limits(limit_bytes, headroom, is_enforced=is_enforced)
         """What micro-batches may take."""
         # These three ask each other: which plan is the fastest depends on which fit, and the search is over where
@@ -139,11 +137,6 @@ class Tuner:
         return self._fastest.model
 
     @property
-    def rough_times(self) -> TimeModel | None:
-        """Return the same; while plans were not compared, as trials have it, which are cold runs."""
-        return self._fastest.model or fit_time_model(self._cutter.history.in_weights)
-
-    @property
     def full_window(self) -> tuple[int, Lengths]:
         """Return (samples of the last full window, their lengths)."""
         return self._cutter.full_window
@@ -157,11 +150,6 @@ class Tuner:
     def ceiling(self) -> int:
         """Return the most samples in a micro-batch of any use."""
         return self._cutter.ceiling
-
-    @property
-    def granule(self) -> int:
-        """Return the samples that no cut divides."""
-        return self._cutter.granule
 
     def cut(self, num_samples: int, max_micro_batch: int, smallest: int | None = None) -> tuple[int, ...]:
         """Return how a window of samples that are alike is cut into micro-batches of at most so many samples."""
@@ -430,7 +418,6 @@ class Tuner:
 
         few = next((size for size in (6, 3, 2) if size <= largest or is_room_for(size)), largest)
         double, smallest = 2 * largest, self.smallest
-        few = max(few, largest if self.granule > 1 else 0)  # of groups there have to be two at least
         # Where the kernel may kill the process, nothing is run at once that is larger than what has fitted before.
         is_safe = is_enforced or is_given or double <= self.largest
         if is_safe and (is_enforced or is_room_for(double)):

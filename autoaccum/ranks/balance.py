@@ -9,7 +9,6 @@ from statistics import median
 from typing import Literal, NamedTuple
 
 from autoaccum.planning.cuts import near_equal
-from autoaccum.planning.granules import fewest_granules, granules
 
 Balance = Literal["equal", "speed"]
 """How windows are shared out: alike, or by how fast ranks were measured to be."""
@@ -39,17 +38,15 @@ class Stint(NamedTuple):
 class Shares:
     """How the windows of a run are shared out; all ranks hear the same, so that all have the same shares."""
 
-    def __init__(self, size: int, balance: Balance, smallest: int = 1, granule: int = 1) -> None:
+    def __init__(self, size: int, balance: Balance, smallest: int = 1) -> None:
         """Begin with equal shares.
 
         Args:
             size: how many ranks there are.
             balance: by what they are shared out.
             smallest: the fewest samples that a rank can compute a loss of, unless the window has fewer.
-            granule: samples of the groups that are not divided, of which the last one has what is left.
         """
-        self._granule = granule
-        self._fewest = fewest_granules(smallest, granule)  # of a share, as all that is shared out is counted
+        self._fewest = smallest
         self._by_speed = balance == "speed"
         self._size = size
         self._speeds: list[float] | None = None  # samples a second of each rank; None: all alike
@@ -58,28 +55,15 @@ class Shares:
 
     def of(self, num_samples: int) -> tuple[int, ...]:
         """Return how many samples of such a window each rank computes."""
-        number = self._number(num_samples)
         if self._speeds is None:
-            count = max(1, min(self._size, number // self._fewest))
-            return self._in_samples(near_equal(number, count) + (0,) * (self._size - count), num_samples)
-        found = _by_speed(number, self._speeds, self._fewest)
+            count = max(1, min(self._size, num_samples // self._fewest))
+            return (*near_equal(num_samples, count), *(0,) * (self._size - count))
+        found = _by_speed(num_samples, self._speeds, self._fewest)
         for rank, idle in enumerate(self._idle):
             if idle >= _IDLE and not found[rank] and max(found) >= 2 * self._fewest:
                 found[found.index(max(found))] -= self._fewest
                 found[rank] = self._fewest
-        return self._in_samples(found, num_samples)
-
-    def _number(self, num_samples: int) -> int:
-        """Return how many groups a window has."""
-        return num_samples if self._granule == 1 else len(granules(num_samples, self._granule))
-
-    def _in_samples(self, counts: Sequence[int], num_samples: int) -> tuple[int, ...]:
-        """Return the samples of shares of so many groups."""
-        # Ranks have stretches of the window, so that its last group is the last one of the last rank that has any.
-        sizes = [count * self._granule for count in counts]
-        last = max(rank for rank, count in enumerate(counts) if count)
-        sizes[last] += num_samples - sum(sizes)  # what is left, or one more
-        return tuple(sizes)
+        return tuple(found)
 
     def saw(self, stints: Sequence[Stint]) -> None:
         """Take what each rank did of a window; shares are others from now on if that saves time."""
@@ -97,7 +81,7 @@ class Shares:
             return
         known = [median(seen) if seen else 0.0 for seen in self._seen]
         speeds = [speed or min(filter(None, known)) for speed in known]
-        then = self._in_samples(_by_speed(self._number(sum(sizes)), speeds, self._fewest), sum(sizes))
+        then = _by_speed(sum(sizes), speeds, self._fewest)
         if _seconds(then, speeds) < (1 - _GAIN) * _seconds(sizes, speeds):
             self._speeds = speeds
             # How fast a rank is depends on how much it has at once, so that it is seen anew.

@@ -6,16 +6,6 @@ import math
 from itertools import pairwise
 
 
-def many(number: int, noun: str) -> str:
-    """Return a number of things, as a text."""
-    return f"{number:,} {noun}{'' if number == 1 else 's'}"
-
-
-def times(number: int) -> str:
-    """Return in words how often something happened."""
-    return {1: "once", 2: "twice"}.get(number, f"{number:,} times")
-
-
 def format_rate(per_second: float) -> str:
     """Format a rate for people.
 

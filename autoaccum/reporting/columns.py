@@ -20,21 +20,11 @@ from autoaccum.runs.records import FIELDS, HISTORY, documents, value_of
 
 Columns = Mapping[str, NDArray[Any]]
 
-# By name the dtypes of the columns that every version has written, in the order in which they are kept.
+# By name the dtypes of the columns of numbers, in the order in which they are kept; null is NaN.
 _WINDOWS: dict[str, np.dtype[Any]] = {}
 for _name, _kind in {"time": float, **FIELDS["StepReport"], "micro_batch": int, "accumulation_steps": int}.items():
-    if _kind in (int, float):
+    if _kind in (int, float, float | None):
         _WINDOWS[_name] = np.dtype(np.int64 if _kind is int else np.float64)
-_OPTIONAL = [name for name, kind in FIELDS["StepReport"].items() if kind == float | None]
-"""Names of columns that a run need not have: older versions wrote fewer of them."""
-_LATER: dict[str, dict[str, Any]] = {
-    "Validated": {"metrics": {}},
-    "Planned": {"memory_saving": "off"},
-    "MemorySaving": {"offloaded_bytes": 0, "state_bytes": 0},
-    "Recomputed": {"storages": 0},
-    "Finished": {"stopped_by": ""},
-}
-"""Fields that older versions did not write, and what these stand for there."""
 _OUTPUT = "output"
 """First part of the key of an output's column, beside its name, which is the user's and may be that of a field."""
 _ROWS = 20_000
@@ -128,7 +118,6 @@ class _Loading:
         self._packed: list[dict[Any, NDArray[Any]]] = []  # those before them, as columns
         self._last_step = 0
         self._begun: dict[str, int] = {}  # by type, events before the last Started
-        self._same: dict[Any, Any] = {}  # a plan or reason that comes a thousand times is kept once
 
     def take(self, document: dict[str, Any] | None) -> None:
         """Take what one line holds, None where that is no record."""
@@ -167,8 +156,6 @@ class _Loading:
         self._rows.append(document)
 
     def _event(self, name: str, document: dict[str, Any]) -> None:
-        for later, value in _LATER.get(name, {}).items():
-            document.setdefault(later, value)
         # Before anything is changed by it: an event whose values cannot be read is garbled, and nothing else.
         values = [value_of(document[field], kind) for field, kind in FIELDS[name].items()]
         if name == "Resumed":
@@ -179,10 +166,7 @@ class _Loading:
             self.finished = None
         elif name == "Finished":
             self.finished = document["reason"]
-        kept = []
-        for value in values:
-            kept.append(value if isinstance(value, dict) else self._same.setdefault(value, value))
-        self.events[name].append((float(document["time"]), *kept))
+        self.events[name].append((float(document["time"]), *values))
 
     def _resume(self, step: int) -> None:
         """Drop what came after this step, from which the run goes on; that it was resumed before stays."""
@@ -239,7 +223,6 @@ def _packed(rows: list[dict[Any, Any]]) -> dict[Any, NDArray[Any]]:
     # numpy reads null as NaN, and the texts of what JSON has not.
     columns: dict[Any, NDArray[Any]]
     columns = {name: np.array([row[name] for row in rows], dtype) for name, dtype in _WINDOWS.items()}
-    columns |= {name: np.array([row.get(name) for row in rows], np.float64) for name in _OPTIONAL}
     outputs = dict.fromkeys(key for row in rows for key in row if isinstance(key, tuple))
     columns |= {name: np.array([row.get(name) for row in rows], np.float64) for name in outputs}
     # A list in place of a number makes a matrix, and seconds are summed: neither would show later on.

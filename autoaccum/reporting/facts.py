@@ -1,4 +1,4 @@
-"""A run in a few numbers and sentences, computed from its records: the first screen of its report."""
+"""A run in a few numbers, computed from its records: the table at the head of its report."""
 
 from __future__ import annotations
 
@@ -6,27 +6,18 @@ import json
 import shlex
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
+from autoaccum._units import format_bytes
 from autoaccum.memory import clock
-from autoaccum.reporting.amounts import format_seconds
-from autoaccum.reporting.answers import (
-    Answer,
-    answers_of,
-    has_diverged,
-    mean_of,
-    metrics_of,
-    outputs_of,
-    prediction_of,
-    ranks_of,
-    shares_of,
-    twentieth,
-)
+from autoaccum.reporting.amounts import format_rate, format_seconds
 from autoaccum.reporting.columns import Run
-from autoaccum.reporting.lines import end_text
-from autoaccum.reporting.plan_changes import batch_range, replans
+from autoaccum.reporting.lines import counted, end_text, is_scheduled, metrics_text
 from autoaccum.runs.manifests import manifests
+from autoaccum.runs.oom_files import oom_files
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -51,7 +42,7 @@ class Load:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Facts:
-    """A run in a few numbers and sentences."""
+    """A run in a few numbers."""
 
     name: str
     title: str
@@ -59,8 +50,6 @@ class Facts:
     state: str
     """The outcome: ``finished``, ``stopped by NAME``, ``interrupted``, ``failed (ERROR)`` or ``diverged``; of a run
     without a recorded end a text with the age of its last record."""
-    is_over: bool
-    """Whether the end was recorded; a killed run has none."""
     model: str
     effective_batch: str
     """As passed, or the range in the records."""
@@ -74,29 +63,62 @@ class Facts:
     samples_per_second: float | None
     loss: float | None
     """Mean over the last twentieth of the steps; None if the last one is not finite."""
-    validation_loss: float | None
-    """Loss of the last validation; None without one."""
-    best_validation_loss: float | None
     best: Best | None
     """None if no validation had a finite value."""
     load: Load | None
     """None if there is no checkpoint."""
     metrics: Mapping[str, float]
     """Metrics of the last validation, by name."""
-    outputs: Mapping[str, float]
-    """Means of the outputs over the last twentieth of the steps, by name."""
     peak_bytes: int
     limit_share: float | None
     """Greatest share of the limit that a step used; None before the first step."""
     num_out_of_memory: int
+    num_replayed: int
+    """Number of steps that were run again after an out-of-memory error."""
+    oom_files: tuple[str, ...]
+    """Names of the files that say what held the memory."""
     num_replans: int
     """Number of re-plans, without those of the schedule."""
+    num_resumed: int
     prediction_error: float | None
-    """(predicted - measured) / measured of the last memory prediction; None without one."""
+    """Relative error of the last memory prediction that was compared with a measurement; None without one."""
     gradient_error: float | None
     """Largest relative error of a split batch's gradient; None if none was measured."""
+    gradients_failed: int
+    """Number of measurements above their tolerance."""
     num_ranks: int
-    answers: tuple[Answer, ...]
+
+    def rows(self) -> dict[str, str]:
+        """Return the facts as texts, by their names; unknown ones are left out."""
+        best = ooms = ""
+        if self.best is not None:
+            best = f"{self.best.metric} {self.best.value:.4g} (step {self.best.step:,}, epoch {self.best.epoch:,})"
+        if self.num_out_of_memory:
+            ooms = f"{counted(self.num_out_of_memory, 'time')}, {counted(self.num_replayed, 'step')} replayed"
+        if self.oom_files:
+            ooms += f"; see {self.oom_files[0]}" + (" and others" if len(self.oom_files) > 1 else "")
+        wrong = f" ({counted(self.gradients_failed, 'measurement')} failed)" if self.gradients_failed else ""
+        off = f", predicted within {self.prediction_error:.1%}" if self.prediction_error is not None else ""
+        found = {
+            "state": self.state,
+            "effective batch": self.effective_batch,
+            "steps": f"{self.num_steps:,}",
+            "samples": f"{self.num_samples:,}",
+            "training time": format_seconds(self.seconds),
+            "samples per second": format_rate(self.samples_per_second) if self.samples_per_second else "",
+            "training loss at the end": "not finite" if self.loss is None else f"{self.loss:.4g}",
+            "best validation": best,
+            "metrics at the end": metrics_text(self.metrics),
+            "peak memory": f"{format_bytes(self.peak_bytes)}{off}",
+            "most of the limit": "" if self.limit_share is None else f"{self.limit_share:.0%}",
+            "out of memory": ooms or "never",
+            "re-plans": f"{self.num_replans:,}",
+            "resumed": counted(self.num_resumed, "time") if self.num_resumed else "",
+            "gradient error": "not measured" if self.gradient_error is None else f"{self.gradient_error:.1e}{wrong}",
+        }  # fmt: skip
+        if not self.num_steps:
+            return {"state": self.state}
+        return {name: text for name, text in found.items() if text}
 
 
 def facts_of(run: Run, now: float | None = None) -> Facts:
@@ -104,19 +126,25 @@ def facts_of(run: Run, now: float | None = None) -> Facts:
     windows, events = run.windows, run.events
     # Record times would include the time between processes.
     seconds = float(windows["seconds"].sum())
-    started, validated = events["Started"], events["Validated"]["loss"]
+    started, metrics = events["Started"], events["Validated"]["metrics"]
     device = str(started["device"][-1]) if len(started["device"]) else "unknown device"
     # environment.json names the machine's accelerator, which the run may not have used.
     named = str(run.environment.get("device", ""))
     name, state = run.path.resolve().name, _state(run, clock.stamp() if now is None else now)
     model = str(run.config.get("model", ""))
-    effective_batch = str(run.config.get("effective_batch", batch_range(windows["effective_batch"])))
+    effective_batch = str(run.config.get("effective_batch", _range(windows["effective_batch"])))
     best = _best(run)
+    last = windows["loss"][-max(1, len(run) // 20) :]
+    shares = windows["peak_bytes"] / np.maximum(windows["limit_bytes"], 1)
+    errors, allowed = (
+        np.concatenate([events["Verified"][field], events["Joined"][field]]) for field in ("error", "tolerance")
+    )
+    predictions = [error for error in events["Planned"]["prediction_error"] if error is not None]
+    shared = events["Shared"]["micro_batches"]
     return Facts(
         name=name,
         title=f"{model or name}, effective batch {effective_batch}: {state}",
         state=state,
-        is_over=run.finished is not None,
         model=model,
         effective_batch=effective_batch,
         device=named if named.startswith(device.split(":")[0]) else device,
@@ -125,27 +153,51 @@ def facts_of(run: Run, now: float | None = None) -> Facts:
         num_samples=int(windows["num_samples"][-1]) if len(run) else 0,
         seconds=seconds,
         samples_per_second=int(windows["effective_batch"].sum()) / seconds if seconds else None,
-        loss=mean_of(windows["loss"][-twentieth(run) :]) if np.isfinite(windows["loss"][-1:]).all() else None,
-        validation_loss=float(validated[-1]) if len(validated) else None,
-        best_validation_loss=float(np.nanmin(validated)) if np.isfinite(validated).any() else None,
+        loss=float(last[np.isfinite(last)].mean()) if np.isfinite(last[-1:]).all() and len(last) else None,
         best=best,
         load=_load(run, best),
-        metrics=metrics_of(run),
-        outputs=outputs_of(run),
+        metrics=metrics[-1] if len(metrics) else {},
         peak_bytes=int(windows["peak_bytes"].max(initial=0)),
-        limit_share=float(shares_of(run).max()) if len(run) else None,
+        limit_share=float(shares.max()) if len(run) else None,
         num_out_of_memory=len(events["OutOfMemory"]["step"]),
+        num_replayed=int((windows["replays"] > 0).sum()),
+        oom_files=tuple(file.name for file in oom_files(run.path)),
         num_replans=len(replans(run)),
-        prediction_error=prediction_of(run)[0],
-        gradient_error=max((float(e) for n in ("Verified", "Joined") for e in events[n]["error"]), default=None),
-        num_ranks=ranks_of(run),
-        answers=answers_of(run),
+        num_resumed=len(events["Resumed"]["step"]),
+        prediction_error=predictions[-1] if predictions else None,
+        gradient_error=float(errors.max()) if len(errors) else None,
+        gradients_failed=int((errors > allowed).sum()),
+        num_ranks=len(shared[-1]) if len(shared) else 1,
     )
+
+
+def replans(run: Run) -> list[tuple[Any, ...]]:
+    """Return (step, time, old, new, reason) of each re-plan that the schedule did not ask for."""
+    columns = run.events["Replanned"]
+    rows = zip(*(columns[field].tolist() for field in ("step", "time", "old", "new", "reason")), strict=True)
+    return [row for row in rows if not is_scheduled(row[2], row[3])]
+
+
+def _range(values: NDArray[Any]) -> str:
+    """Return the smallest and the largest effective batch, as a text."""
+    if not len(values):
+        return "unknown"
+    # The last batch may hold the samples that were left over.
+    if len(values) > 1 and values[-1] < values[:-1].min() == values[:-1].max():
+        values = values[:-1]
+    low, high = values.min(), values.max()
+    return f"{low:,}" if low == high else f"{low:,} to {high:,}"
+
+
+def _has_diverged(run: Run) -> bool:
+    """Return whether the last loss of a step that was not skipped is NaN or infinite, as ``FitResult.ended`` has it."""
+    losses = run.windows["loss"][~np.isin(run.windows["step"], run.events["StepSkipped"]["step"])]
+    return len(losses) > 0 and not np.isfinite(losses[-1])
 
 
 def _state(run: Run, now: float) -> str:
     """Return the outcome; no file tells whether a process without a recorded end still runs."""
-    if has_diverged(run):
+    if _has_diverged(run):
         return "diverged"
     # A killed process writes nothing more, and a step may take minutes: readers judge by the age.
     if run.finished is None:
@@ -190,7 +242,7 @@ def _load(run: Run, best: Best | None) -> Load | None:
             effect = f"Loads the weights of step {one.step:,}, {which}."
             return Load(text=f"import autoaccum; autoaccum.load_best({place}, model)", effect=effect)
     # The last weights of a diverged run may be NaN.
-    if not found or has_diverged(run):
+    if not found or _has_diverged(run):
         return None
     # A finished run has nothing to resume, and a notebook has no command.
     last = found[0]

@@ -177,7 +177,8 @@ def line(event: Event) -> str | None:
     if isinstance(event, MemorySaving):
         return f"step {event.step}: memory saving {event.old} -> {event.new}: {event.reason}"
     if isinstance(event, Recomputed):
-        return f"step {event.step}: {_recomputed_text(event)}"
+        blocks = counted(event.blocks, "block")
+        return f"step {event.step}: activation checkpointing has the same gradient (checked on {blocks})"
     if isinstance(event, Validated):
         metrics = f", {metrics_text(event.metrics)}" if event.metrics else ""
         return f"epoch {event.epoch}: validation loss {event.loss:.4f}{metrics}"
@@ -254,23 +255,12 @@ def joined_text(event: Joined) -> str:
         names = [*event.opened[:2], *(["others"] if len(event.opened) > 2 else [])]
         whole = ", ".join(names) or "the step's own code"
         more = f", for the full batch runs through {whole}"
-        more += " (if these are BatchNorm layers, batch_norm='ghost:32' saves more)" if names else ""
+        more += " (if these are BatchNorm layers, accumulate='weighted' saves more)" if names else ""
     return (
         f"step {event.step}: micro-batches are joined: {verdict}, relative error {event.error:.1e}{where} "
         f"({_allowed(event)}; {event.samples} samples); a step holds {event.held:.0%} of what the full "
         f"batch holds for backward, and a micro-batch{more}. Reason: {event.reason}"
     )
-
-
-def _recomputed_text(event: Recomputed) -> str:
-    found = []
-    if event.operations:
-        operations = counted(event.operations, "operation")
-        found.append(f"activation checkpointing is bit-identical (checked on {operations})")
-    if event.storages:
-        storages = counted(event.storages, "storage")
-        found.append(f"CPU offloading is bit-identical (checked on {storages})")
-    return "; ".join(found)
 
 
 def metrics_text(metrics: Mapping[str, float]) -> str:

@@ -25,7 +25,6 @@ from typing import Any
 
 import torch
 
-from autoaccum._kinds import a, accepts, entries, whole
 from autoaccum.errors import (
     CheckpointCorruptError,
     CheckpointError,
@@ -41,20 +40,14 @@ from autoaccum.runs.files import open_regular, read_small, sync_directory
 from autoaccum.runs.lock import DirectoryLock
 from autoaccum.runs.writers import Writers
 
-FORMAT = 2
-"""Version of the manifest and of what it stands for; a checkpoint with a greater one is refused, not guessed at.
-
-The second has the parts of several ranks, and is written where there are some alone."""
+FORMAT = 1
+"""Version of a checkpoint's files and of the state in them; one with another is refused, not guessed at."""
 WEIGHTS, STATE, MANIFEST = "model.safetensors", "state.safetensors", "manifest.json"
 """Names of a checkpoint's files."""
 _TREE = "tree"
 """The tensor that holds the JSON: a header of safetensors has a limit, 100 MB."""
 _NAME = re.compile(r"step-\d+(\.replaced)?")
 """Names of checkpoints that count: ``.replaced`` is one that is whole while another of its step takes its place."""
-_MANIFEST = entries(
-    {"step": whole(), "serial": whole(), "is_best": a(bool), "saved": a(str), "facts": a(dict), "files": a(dict)},
-    optionally={"format": whole()},
-)
 _PICKLES = (b"PK\x03\x04", *(b"\x80%c" % protocol for protocol in range(2, 6)))
 """How a file of ``torch.save``, and a bare pickle, begin."""
 
@@ -95,28 +88,22 @@ class Checkpoint:
             raise CheckpointCorruptError(manifest, f"cannot be read: {error.strerror}") from None
         except (ValueError, RecursionError):
             document = None
-        if not isinstance(document, dict) or not accepts(whole(), document.get("format", FORMAT)):
+        if not isinstance(document, dict):
             raise CheckpointCorruptError(manifest, "is not a manifest")
-        # Looked at first: a newer version may compute the checksum otherwise, and "changed" would be a wrong word.
-        if document.get("format", FORMAT) > FORMAT:
-            raise CheckpointCorruptError(manifest, "was written by a newer version of autoaccum")
+        # Looked at first: another version may compute the checksum otherwise, and "changed" would be a wrong word.
+        if document.get("format") != FORMAT:
+            cure = "Resume with that version, or load its model.safetensors."
+            raise CheckpointCorruptError(manifest, "was written by another version of autoaccum", cure=cure)
         # Checked before anything in it is believed. It tells of torn files; an attacker could compute it anew.
         if document.pop("checksum", None) != _checksum(document):
             raise CheckpointCorruptError(manifest, "was changed after it was written")
-        try:
-            _MANIFEST(document, "")
-        except CheckpointCorruptError as error:
-            raise CheckpointCorruptError(manifest, f"is not a manifest: {error.entry} {error.problem}") from None
         # A manifest from a stranger could name any file of the reader's.
         others = document["files"].keys() - {STATE}
         if STATE not in document["files"] or not (others == {WEIGHTS} or all(map(parts.is_file, others))):
             raise CheckpointUnsafeError(manifest, f"names the files {', '.join(document['files'])}")
-        files = document.pop("files")
-        for name, described in files.items():
-            if not (isinstance(described, list) and list(map(type, described)) == [int, str]):
-                raise CheckpointCorruptError(manifest, f"is not a manifest: files[{name!r}] is no size and checksum")
-        document.pop("format", None)
-        return cls(path=path, **document, files={name: (size, digest) for name, (size, digest) in files.items()})
+        document.pop("format")
+        files = {name: (size, digest) for name, (size, digest) in document.pop("files").items()}
+        return cls(path=path, **document, files=files)
 
     def verify(self, share: tuple[int, int] = (0, 1)) -> None:
         """Read all of its files and compare them with the checksums.
@@ -162,7 +149,7 @@ class Checkpoint:
         tree: Any = None
         if _TREE in others:
             with suppress(ValueError, RecursionError):
-                tree = states.tree_of(others.pop(_TREE))
+                tree = json.loads(others.pop(_TREE).numpy().tobytes())
         if tree is None:
             raise CheckpointCorruptError(self.path / STATE, "holds no tree of a state")
         files = parted.Files(self.path, list(filter(parts.is_file, self.files)))
@@ -301,7 +288,7 @@ class Checkpoints:
         copied = self._copied(packed) if background and writers is None else None
         self._serial += 1
         manifest = {
-            "format": FORMAT if writers is not None else 1,
+            "format": FORMAT,
             "step": step,
             "serial": self._serial,
             "is_best": is_best,

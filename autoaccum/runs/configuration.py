@@ -8,7 +8,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from autoaccum._kinds import a, below, refuse, shown
 from autoaccum.planning.schedule_kinds import Schedule
 from autoaccum.ranks.units import class_of
 
@@ -102,26 +101,3 @@ def differing(before: Mapping[str, Any], now: Mapping[str, Any], name: str = "")
             yield from differing(old, new, path)
         elif old != new:
             yield f"{path}: {'nothing' if old is None else old} -> {'nothing' if new is None else new}"
-
-
-def known_then(before: Mapping[str, Any], now: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what is asked for now of what an earlier version has written down: it did not know the other arguments."""
-    # A run that has not kept the parameters of its recipe was called with none, whatever version it was.
-    return {name: value for name, value in now.items() if name in before or name == PARAMETERS}
-
-
-def check_plain(value: Any, entry: str) -> None:
-    """Check that what was asked for then, as a checkpoint holds it, is plain values in dicts.
-
-    Raises:
-        CheckpointCorruptError: it is not.
-    """
-    if type(value) is dict:
-        for name, item in value.items():
-            a(str)(name, f"a name in {entry}")
-            check_plain(item, below(entry, name))
-    elif type(value) in (list, tuple):
-        for index, item in enumerate(value):
-            check_plain(item, f"{entry}[{index}]")
-    elif value is not None and type(value) not in (bool, int, float, str):
-        refuse(entry, f"is {shown(value)}, not a plain value")

@@ -6,7 +6,7 @@
         checkpoints/        the last few whole ones and the best: see checkpoint.py
         history.jsonl       every StepReport and event as they happened: see records.py
         config.json         what was asked for: see configuration.py
-        environment.json    on what it runs and by which command: see origin.py; what tells of changes: see details.py
+        environment.json    on what it runs and by which command: see records.py
         window              the window that is being run, in a few bytes that outlive the process: see window_mark.py
         kills.json          how often the kernel had killed for lack of memory when the run began
         oom-7.json          what held the memory when it ran out in window 7: see oom_files.py
@@ -19,7 +19,6 @@ from pathlib import Path
 from typing import Any, TypeVar, get_args, overload
 
 from autoaccum._checks import Cadence
-from autoaccum._kinds import a
 from autoaccum.errors import (
     CheckpointCorruptError,
     CheckpointError,
@@ -29,9 +28,9 @@ from autoaccum.errors import (
 )
 from autoaccum.events import Event, Finished, Notice, Record, Resumed, Started, StepReport
 from autoaccum.memory import clock
-from autoaccum.runs import checkpoint, details
+from autoaccum.runs import checkpoint
 from autoaccum.runs.checkpoint import Checkpoint, Checkpoints
-from autoaccum.runs.configuration import check_plain, differing, known_then
+from autoaccum.runs.configuration import differing
 from autoaccum.runs.oom_files import oom_files
 from autoaccum.runs.records import HISTORY, RecordWriter, environment, read_records, write_json
 from autoaccum.runs.window_mark import WindowMark
@@ -73,7 +72,6 @@ class RunDirectory:
         self.writers = writers
         """The ranks that write the checkpoints together, where there are several."""
         self._config = dict(config)
-        self._details: details.Details = self._config.pop("details", {})
         if anew:  # before anything is opened, for it is moved
             _put_away(path)
         # Its lock is the whole directory's: whoever writes the checkpoints may write the other files.
@@ -97,8 +95,6 @@ class RunDirectory:
         self.events: Sequence[Event] = Recorded(path / HISTORY, *get_args(Event))
         self.passed_over: Notice | None = None
         """Why the run does not go on from its newest checkpoint."""
-        self.changed: Notice | None = None
-        """What has changed since the last process, in what a run may go on with."""
         self._newest: Path | None = None  # the last checkpoint; none yet
         self._saved_step = -1  # its step
         self._saved_at = clock.now()
@@ -159,24 +155,11 @@ class RunDirectory:
 
     def _read(self, one: Checkpoint, take: Callable[[Checkpoint, Any, Any], None]) -> None:
         weights, state = one.load() if self.writers is None else one.load(self.writers.share)
-        a(dict)(state, "the state")
         # Compared with what was asked for then, which lies in the checkpoint: config.json may have been edited.
-        trained = state.pop("trained", None)
-        a(dict)(trained, "trained")
-        check_plain(trained, "trained")
-        before = details.known(self.path / "environment.json")
-        differences = list(differing(trained, known_then(trained, self._config["trained"])))
-        # Of a model of other shapes nobody need read that its layers are others too.
-        if self._details and not differences:
-            differences = details.refused(before, self._details)
-            self.changed = details.announced(before, self._details, self.path)
-        if differences:
+        trained = state.pop("trained")
+        if differences := list(differing(trained, self._config["trained"])):
             raise ResumeError(self.path, differences)
         take(one, weights, state)
-
-    def notices(self, *, goes_on: bool) -> list[Notice]:
-        """Return what to say of what was found; of a run that does not go on no change matters."""
-        return [notice for notice in (self.passed_over, self.changed if goes_on else None) if notice is not None]
 
     def is_finished(self) -> bool:
         """Return whether the last that was recorded is that the budget was spent."""
@@ -193,7 +176,7 @@ class RunDirectory:
         try:
             self.window_mark.begin()
             write_json(self.path / "config.json", self._config)
-            write_json(self.path / "environment.json", {**environment(), "details": self._details})
+            write_json(self.path / "environment.json", environment())
         except OSError as error:
             raise _not_written(self.path, error) from None
 

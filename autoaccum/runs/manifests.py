@@ -6,7 +6,6 @@ import json
 from dataclasses import dataclass
 from pathlib import Path
 
-from autoaccum._kinds import accepts, whole
 from autoaccum.runs.files import read_small
 
 
@@ -27,10 +26,8 @@ def manifests(run_dir: Path) -> list[Manifest]:
     for path in (run_dir / "checkpoints").glob("step-*"):
         try:
             document = json.loads(read_small(path / "manifest.json"))
-            # A stranger may have written the file.
             step, serial, is_best = (document[name] for name in ("step", "serial", "is_best"))
         except (OSError, ValueError, RecursionError, KeyError, TypeError):
             continue
-        if accepts(whole(), step) and accepts(whole(), serial):
-            found.append(Manifest(path=path, step=step, serial=serial, is_best=is_best is True))
+        found.append(Manifest(path=path, step=step, serial=serial, is_best=is_best))
     return sorted(found, key=lambda manifest: manifest.serial, reverse=True)

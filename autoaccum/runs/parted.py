@@ -11,14 +11,12 @@ from typing import Any, NamedTuple
 import torch
 from safetensors import SafetensorError, safe_open
 
-from autoaccum._kinds import accepts, every, whole
 from autoaccum.errors import CheckpointCorruptError
 from autoaccum.ranks.units import is_distributed
 from autoaccum.runs.parts import SHARDING, place_of
 from autoaccum.runs.tensor_files import CODES
 
 _DTYPES = {code: dtype for dtype, code in CODES.items()}
-_OFFSETS = every(whole())
 
 
 class _Chunk(NamedTuple):
@@ -61,7 +59,7 @@ def _chunks_in(path: Path) -> list[tuple[str, _Chunk]]:
             told = json.loads((file.metadata() or {}).get(SHARDING, ""))
             for name in file.keys():  # noqa: SIM118
                 offsets, shape = told[name]["saved_offsets"], file.get_slice(name).get_shape()
-                if not accepts(_OFFSETS, offsets) or len(offsets) != len(shape):
+                if len(offsets) != len(shape):
                     raise ValueError(name)
                 found.append((name, _Chunk(path, offsets, shape)))
     except SafetensorError as error:

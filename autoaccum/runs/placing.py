@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from autoaccum._kinds import below, refuse
+from autoaccum.errors import CheckpointCorruptError
 from autoaccum.runs.parted import Parted, put
 
 
@@ -74,7 +74,7 @@ def _of_optimizer(optimizer: torch.optim.Optimizer, state: Any) -> Any:
             moment = put(value, p if there.get(name) is None else there[name])
             # Of a form of its own, of which no check knows that it is none of PyTorch's tensors.
             if isinstance(moment, Parted):
-                entry = below(f"optimizer.state[{key}]", name)
-                refuse(entry, f"has the shape {tuple(moment.shape)}, not {tuple(p.shape)}")
+                problem = f"has the shape {tuple(moment.shape)}, not {tuple(p.shape)}"
+                raise CheckpointCorruptError("", problem, entry=f"optimizer.state[{key}].{name}")
             found[key][name] = moment
     return {**state, "state": found}

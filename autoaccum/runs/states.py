@@ -11,7 +11,6 @@ Three kinds name a class: a member of an enum, a named tuple, and a tensor that 
 from __future__ import annotations
 
 import base64
-import json
 import math
 import sys
 from collections import Counter, OrderedDict, defaultdict, deque
@@ -19,18 +18,18 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from enum import Enum
 from operator import attrgetter
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
 
-from autoaccum._kinds import below, shown
 from autoaccum.errors import CheckpointCorruptError, CheckpointStateError
 from autoaccum.memory.oom import is_out_of_memory
 from autoaccum.ranks.units import is_distributed, own_part
 from autoaccum.runs import parted, parts
 from autoaccum.runs.tensor_files import CODES, Tensors, as_bytes
 
+T = TypeVar("T")
 Tree = Any
 """JSON, in which every dict is ``{kind: content}``."""
 
@@ -121,36 +120,19 @@ def unpack(packed: Packed) -> tuple[Any, Any]:
     """Return the weights and the state that were packed, in memory of their own.
 
     Raises:
-        CheckpointCorruptError: the tree is not one that ``pack`` made; it names the entry.
+        CheckpointCorruptError: the tree is not one that ``pack`` made.
     """
     unpacker = _Unpacker(packed)
     try:
-        weights, state = packed.tree["weights"], packed.tree["state"]
-        return unpacker.value(weights, "weights"), unpacker.value(state, "")
+        return unpacker.value(packed.tree["weights"]), unpacker.value(packed.tree["state"])
     except CheckpointCorruptError:
         raise
-    # Whatever else Python, PyTorch and NumPy refuse: a name of no tensor, a shape that it has not, nesting without end.
+    # Whatever else Python, PyTorch and NumPy refuse: a name of no tensor or of no class that is imported.
     except Exception as error:
         if is_out_of_memory(error):
             raise
         found = repr(error)[:200]
-    raise CheckpointCorruptError("", f"makes no sense ({found})", entry=unpacker.entry or "the tree of its state")
-
-
-def tree_of(tensor: torch.Tensor) -> Tree:
-    """Return the tree that a tensor holds as JSON.
-
-    Raises:
-        ValueError: it holds none.
-        RecursionError: it is nested without end.
-    """
-
-    def refuse_constant(name: str) -> None:  # NaN and the infinities, which readers of JSON take although it has none
-        raise ValueError(name)
-
-    if tensor.dtype != torch.uint8:
-        raise ValueError(f"{tensor.dtype}")
-    return json.loads(tensor.numpy().tobytes(), parse_constant=refuse_constant)
+    raise CheckpointCorruptError("", f"makes no sense ({found})", entry="the tree of its state")
 
 
 class _Packer:
@@ -311,69 +293,49 @@ class _Packer:
 class _Unpacker:
     """The state of one ``unpack``; nothing in a tree can name code but the few kinds that have a method here."""
 
-    # What ``pack`` never makes is refused, also where something could be made of it: two entries of one key, a shape
-    # with a -1 in it. What a run goes on from is then what the tree says.
-
     def __init__(self, packed: Packed) -> None:
         self._packed = packed
-        self._known: dict[str, torch.Tensor] = {}
-        self._parted: dict[str, parted.Parted] = {}
-        self.entry = ""
-        """The entry that is being unpacked."""
+        self._known: dict[str, Any] = {}
 
-    def value(self, tree: Tree, entry: str) -> Any:
-        """Return what a tree stands for, at an entry of the state."""
-        self.entry = entry
+    def value(self, tree: Tree) -> Any:
+        """Return what a tree stands for."""
         if isinstance(tree, list):
-            return [self.value(item, f"{entry}[{index}]") for index, item in enumerate(tree)]
+            return [self.value(item) for item in tree]
         if not isinstance(tree, dict):
             return tree
         ((kind, content),) = tree.items()  # one entry, else pack has not made it
         if kind in _SEQUENCES:
-            items = self.value(_checked(content, list), entry)
-            return self._whole(_SEQUENCES[kind](items), len(items))
+            return _SEQUENCES[kind](self.value(content))
         if kind in _MAPPINGS:
-            items, extra = _checked(content, list)  # extra: the attribute _metadata of a state_dict
-            values = _MAPPINGS[kind](self._items(items, entry))
+            items, extra = content  # extra: the attribute _metadata of a state_dict
+            values = _MAPPINGS[kind](self._items(items))
             if extra is not None:
-                values._metadata = self.value(extra, f"{entry}._metadata")
-            return self._whole(values, len(items))
+                values._metadata = self.value(extra)
+            return values
         return getattr(self, f"_{kind}_value")(content)
 
-    def _whole(self, values: Any, count: int) -> Any:
-        if len(values) != count:
-            raise ValueError("something is there twice")
-        return values
-
-    def _items(self, items: list[list[Tree]], entry: str) -> dict[Any, Any]:
-        found = {}
-        for pair in _checked(items, list):
-            key, value = _checked(pair, list)
-            key = self.value(key, entry)
-            found[key] = self.value(value, below(entry, key))
-        return found
+    def _items(self, items: list[list[Tree]]) -> dict[Any, Any]:
+        return {self.value(key): self.value(value) for key, value in items}
 
     def _int_value(self, content: str) -> int:
-        return int(_checked(content, str), 16)
+        return int(content, 16)
 
     def _float_value(self, content: str) -> float:
-        return float(_checked(content, str))
+        return float(content)
 
     def _complex_value(self, content: list[Tree]) -> complex:
-        real, imag = (_checked(self.value(part, self.entry), float) for part in _checked(content, list))
-        return complex(real, imag)
+        return complex(*map(self.value, content))
 
     def _bytes_value(self, content: str) -> bytes:
-        return base64.b64decode(_checked(content, str), validate=True)
+        return base64.b64decode(content)
 
     def _defaultdict_value(self, content: list[Tree]) -> defaultdict[Any, Any]:
         factory, items = content
-        values = defaultdict(_FACTORIES[factory], self._items(items, self.entry))
-        return self._whole(values, len(items))  # type: ignore[no-any-return]
+        return defaultdict(_FACTORIES[factory], self._items(items))
 
     def _deque_value(self, content: list[Any]) -> deque[Any]:
         most, items = content
-        return deque(self.value(_checked(items, list), self.entry), most)
+        return deque(self.value(items), most)
 
     def _enum_value(self, content: list[str]) -> Enum:
         module, name, member = content
@@ -381,20 +343,15 @@ class _Unpacker:
 
     def _named_value(self, content: list[Any]) -> Any:
         module, name, items = content
-        kind = _class_at(module, name, tuple)
-        values = self.value(_checked(items, list), self.entry)
-        if len(values) != len(kind._fields):
-            raise ValueError(f"{len(values)} fields of {kind.__name__}")
-        return tuple.__new__(kind, values)
+        return _class_at(module, name, tuple)._make(self.value(items))
 
     def _composed_value(self, content: list[Any]) -> torch.Tensor:
         number, module, name, inner, context, shape, stride = content
 
         def made() -> torch.Tensor:
-            kind = _class_at(module, name, torch.Tensor)
-            tensors = {key: _checked(self.value(tree, self.entry), torch.Tensor) for key, tree in inner}
-            size = torch.Size(shape)
-            return kind.__tensor_unflatten__(tensors, self.value(context, self.entry), size, tuple(stride))  # type: ignore[no-any-return]
+            tensors = {key: self.value(tree) for key, tree in inner}
+            kind, size = _class_at(module, name, torch.Tensor), torch.Size(shape)
+            return kind.__tensor_unflatten__(tensors, self.value(context), size, tuple(stride))  # type: ignore[no-any-return]
 
         return self._once(f"composed {number}", made)
 
@@ -402,7 +359,7 @@ class _Unpacker:
         return _DTYPES[content]
 
     def _device_value(self, content: str) -> torch.device:
-        return torch.device(_checked(content, str))
+        return torch.device(content)
 
     def _weight_value(self, content: str) -> torch.Tensor:
         return self._once(f"weight {content}", lambda: self._packed.weights[content].clone())
@@ -411,51 +368,35 @@ class _Unpacker:
         return self._once(f"tensor {content}", lambda: self._packed.others[content].clone())
 
     def _parted_value(self, content: list[Any]) -> parted.Parted:
-        folder, name, dtype, shape = content
         if self._packed.files is None:
             raise ValueError("parts without files")
-        text = str(content)
-        if text not in self._parted:
-            self._parted[text] = parted.Parted(self._packed.files, folder, name, dtype, shape)
-        return self._parted[text]
+        files = self._packed.files
+        return self._once(f"parted {content}", lambda: parted.Parted(files, *content))
 
     def _bits_value(self, content: list[Any]) -> torch.Tensor:
         name, dtype, shape = content
-        found = self._once(
+        return self._once(
             str(content), lambda: self._packed.others[name].clone().view(_DTYPES[dtype]).reshape(torch.Size(shape))
         )
-        if list(found.shape) != shape:  # -1 stands for whatever is left
-            raise ValueError(f"the shape {shape}")
-        return found
 
     def _permuted_value(self, content: list[Any]) -> torch.Tensor:
         stored, order = content
-        if sorted(order) != list(range(len(order))) or set(map(type, order)) - {int}:
-            raise ValueError("no order of dimensions")
+        return self._once(str(content), lambda: torch.permute(self.value(stored), np.argsort(order).tolist()))
 
-        def permuted() -> torch.Tensor:
-            made = _checked(self.value(stored, self.entry), torch.Tensor)
-            return made.permute(*np.argsort(order).tolist())  # type: ignore[no-any-return]
-
-        return self._once(str(content), permuted)
-
-    def _once(self, name: str, make: Callable[[], torch.Tensor]) -> torch.Tensor:
+    def _once(self, name: str, make: Callable[[], T]) -> T:
         """Return one object for each name, so that what was shared is shared again."""
         if name not in self._known:
             self._known[name] = make()
-        return self._known[name]
+        return self._known[name]  # type: ignore[no-any-return]
 
     def _array_value(self, content: list[Any]) -> np.ndarray[Any, Any]:
         name, dtype, shape = content
         # NumPy itself refuses to make Python objects of bytes.
-        found = np.frombuffer(self._packed.others[name].numpy().tobytes(), _checked(dtype, str)).reshape(shape).copy()
-        if list(found.shape) != shape:
-            raise ValueError(f"the shape {shape}")
-        return found
+        return np.frombuffer(self._packed.others[name].numpy().tobytes(), dtype).reshape(shape).copy()
 
     def _scalar_value(self, content: list[Any]) -> Any:
         dtype, encoded = content
-        (found,) = np.frombuffer(base64.b64decode(_checked(encoded, str), validate=True), _checked(dtype, str))
+        (found,) = np.frombuffer(base64.b64decode(encoded), dtype)
         return found
 
 
@@ -486,16 +427,9 @@ def _class_at(module: Any, name: Any, base: type) -> Any:
         ValueError: there is none.
     """
     try:
-        found = attrgetter(_checked(name, str))(sys.modules[_checked(module, str)])
+        found = attrgetter(name)(sys.modules[module])
     except (AttributeError, KeyError):
         raise ValueError(f"the class {module}.{name}, which is not imported") from None
     if not (isinstance(found, type) and issubclass(found, base)):
         raise ValueError(f"{module}.{name}, which is no {base.__name__}")
     return found
-
-
-def _checked(value: Any, kind: type) -> Any:
-    """Return a value if it is of the kind that ``pack`` would have put there."""
-    if not isinstance(value, kind):
-        raise TypeError(f"{shown(value)} instead of a {kind.__name__}")
-    return value

@@ -8,7 +8,6 @@ import os
 import struct
 from pathlib import Path
 
-from autoaccum._kinds import accepts, whole
 from autoaccum.memory.kills import OomKills, have_risen
 from autoaccum.runs.files import open_regular, read_small
 from autoaccum.runs.records import write_json
@@ -60,8 +59,7 @@ class WindowMark:
             before = json.loads(read_small(self._kills_path))
         except (OSError, ValueError, RecursionError):
             return {}  # nothing is known of before, so no kill is inferred
-        is_sound = isinstance(before, dict) and all(accepts(whole(), count) for count in before.values())
-        return before if is_sound else {}
+        return before if isinstance(before, dict) else {}
 
     def begin(self) -> None:
         """Put in place of what was left that there is no window yet, and the counts of kills as they are now.

@@ -11,6 +11,10 @@ that has locks, also take over from each other::
 
 The kernel releases the locks of a process that has ended, however it did. A trial that is running, and whose lock can
 be had, is one to go on with: from its checkpoint, under its own number.
+
+Optuna's heartbeat with ``RetryFailedTrialCallback`` is no substitute. It works for databases only, waits for a grace
+period after a kill, and runs the trial under a new number: then all later trials have other numbers and other seeds,
+and a sweep that was killed would not end as one that was not.
 """
 
 from __future__ import annotations

@@ -6,7 +6,6 @@ speed and nothing else (laws 1 and 2), so trials differ by what was searched ove
 
 from __future__ import annotations
 
-import inspect
 import warnings
 import weakref
 from collections.abc import Callable
@@ -29,12 +28,12 @@ from autoaccum.errors import (
     RecipeResultError,
 )
 from autoaccum.memory.oom import is_out_of_memory
-from autoaccum.runs.configuration import PARAMETERS, differing, known_then
+from autoaccum.runs.configuration import PARAMETERS, differing
 from autoaccum.sweeps import draw
 from autoaccum.sweeps.claims import FINISHED
-from autoaccum.sweeps.facts import SETTINGS
 from autoaccum.sweeps.options import Arguments
 from autoaccum.sweeps.spaces import MINIMISED, Batches, Direction, LearningRates, described, written
+from autoaccum.sweeps.studies import SETTINGS
 from autoaccum.training import recipes
 from autoaccum.training.options import OF_FIT
 
@@ -65,9 +64,6 @@ class Objective:
     """What the first draw has searched, by name."""
     trained: Arguments = field(default_factory=dict)
     """What the first draw would have trained, and on which data; empty where not even its model fits."""
-    again: Arguments = field(default_factory=dict)
-    """By what a trial of this call is trained once more: of lr and effective batch, where these are given, which the
-    "recipe" takes and which "fit" does, the "values" of those that are not searched, and "validate_every"."""
     taken_parameters: list[weakref.ref[torch.Tensor]] = field(default_factory=list)
     """Parameters that the first draw would have trained, and those that trials have: no other trial may train them.
 
@@ -150,18 +146,9 @@ class Objective:
         every = arguments.get("validate_every")
         if every is None:  # ten validations a trial, by which it may be pruned
             every = max(1, samples // 10)
-        # What a search_space draws is left out: no command line can say it.
-        given = [name for name in ("lr", "effective_batch") if getattr(self, name) is not None]
-        of_recipe = inspect.signature(self.recipe).parameters
         return replace(
             self,
             samples=samples,
-            again={
-                "recipe": [name for name in given if name in of_recipe],
-                "fit": [name for name in given if name in arguments],
-                "values": {name: one for name in given if isinstance(one := getattr(self, name), int | float)},
-                "validate_every": every,
-            },
             fit_arguments={**self.fit_arguments, "validate_every": every},
             distributions=trial.distributions,
             trained={"first draw": str(trial.params), **trained} if trained else {},
@@ -230,7 +217,7 @@ class Objective:
         # may be others, so that only the data can be compared.
         if before and now and before["first draw"] != now["first draw"]:
             before, now = ({name: facts[name] for name in facts if name in COMPARED} for facts in (before, now))
-        if before and now and (differences := list(differing(before, known_then(before, now)))):
+        if before and now and (differences := list(differing(before, now))):
             accepted = f"what study {study.study_name!r} was begun with ({'; '.join(differences)})"
             cure = "Trials of one study are compared: choose another study_name and another directory."
             raise ArgumentError("recipe", getattr(self.recipe, "__name__", self.recipe), accepted, cure)

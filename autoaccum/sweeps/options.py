@@ -61,8 +61,6 @@ class PassedOn(TypedDict, total=False):
     patience: float
     precision: Precision
     clip_norm: float | None
-    state: Literal["micro-batch", "window"]
-    batch_norm: str
     accumulate: Literal["auto", "weighted", "joined"]
     verify: bool
     strict: bool

@@ -1,124 +1,131 @@
-"""A sweep as one page of HTML that needs no network, and as pictures."""
+"""A sweep as one page of HTML that needs no network."""
 
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import optuna
+from optuna.trial import FrozenTrial, TrialState
 
 from autoaccum.reporting.amounts import format_seconds
-from autoaccum.reporting.answers import Answer
-from autoaccum.reporting.lines import cut_text
-from autoaccum.reporting.page import html_head, html_origin, html_pictures, page_path, write_page
-from autoaccum.reporting.tables import escaped, html_table, number_cell
-from autoaccum.sweeps.facts import StudyFacts, TrialFacts, facts_of, importances_of, shown
+from autoaccum.reporting.lines import counted, cut_text
+from autoaccum.reporting.page import html_head, html_pictures, html_table, page_path, write_page
+from autoaccum.sweeps.claims import SEED
 from autoaccum.sweeps.plots import pictures
-from autoaccum.sweeps.studies import runs_of
+from autoaccum.sweeps.spaces import described
+from autoaccum.sweeps.studies import ORIGIN, SETTINGS, STATES, best_trials, ranked, state_of, totals
 
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class StudyReport:
-    """What ``write_study_report`` wrote, and what it is about."""
-
-    path: Path
-    """The page."""
-    images: tuple[Path, ...]
-    """Its pictures, as files of their own."""
-    study: StudyFacts
+_FEW = 3
+"""Show each range of a parameter if it had at most so many; a sweep that goes on may have other ranges."""
 
 
 def write_study_report(
-    study: optuna.Study,
-    directory: str | os.PathLike[str],
-    output: str | os.PathLike[str] | None = None,
-    reload_every: float | None = None,
-) -> StudyReport:
-    """Write ``report.html`` and ``report-*.png`` about a study that a sweep has made.
+    study: optuna.Study, directory: str | os.PathLike[str], output: str | os.PathLike[str] | None = None
+) -> Path:
+    """Write ``report.html`` about a study that a sweep has made, and return its path.
 
     Args:
         study: as far as it has come.
-        directory: of the sweep, where its trials' records are; without one nothing is shown over
-            seconds, and of several metrics no curves.
+        directory: of the sweep.
         output: where to write, a directory or a file that ends in .html or .htm; ``directory`` when left out.
-        reload_every: seconds after which browsers load the page again; there are no pictures beside such a page.
 
     Raises:
-        OSError: something cannot be read or written.
+        OSError: it cannot be written.
     """
-    facts = facts_of(study)
-    importances, unknown = importances_of(study)
-    # Curves over seconds are read from the runs' records; the storage has only samples.
-    figures = pictures(facts, runs_of(study, Path(directory)), importances)
-    # The page stands beside the trials unless it is to go elsewhere.
-    place = page_path(Path(directory), output)
-    answers = [*facts.answers, _important(facts, importances, unknown)]
-    body = "\n".join(
+    trials, found, samples = ranked(study), totals(study), study.user_attrs[SETTINGS]["samples"]
+    states = [state_of(trial) for trial in trials]
+    ends = ", ".join(f"{states.count(state):,} {state}" for state in STATES if state in states)
+    what = (
+        f"sweep · {counted(len(trials), 'trial')} of {samples:,} samples · {found['num_samples']:,} samples in all · "
+        f"{format_seconds(found['seconds'])} of training"
+    )
+    parts = [
+        html_head(f"{study.study_name}: {ends or 'no trial yet'}", what, study.user_attrs.get(ORIGIN, {})),
+        html_table(("", ""), _facts(study, found)),
+        html_pictures(pictures(study)),
+        _best_of_each_batch(study, found),
+        f"<h2>Trials</h2>\n{_trials(study, trials, found['metric'])}" if trials else "",
+    ]
+    path = page_path(Path(directory), output)
+    write_page(path, study.study_name, "\n".join(filter(None, parts)))
+    return path
+
+
+def _facts(study: optuna.Study, found: dict[str, Any]) -> list[tuple[str, str]]:
+    """Return what was searched, what was best and what the search for micro-batches cost."""
+    rows, trials = [], study.get_trials(deepcopy=False)
+    for name in dict.fromkeys(name for trial in trials for name in trial.distributions):
+        ranges = {described(trial.distributions[name]): 0 for trial in trials if name in trial.distributions}
+        more = f", and {len(ranges) - _FEW:,} other ranges" if len(ranges) > _FEW else ""
+        rows.append((f"searched: {name}", ", then ".join([*ranges][:_FEW]) + more))
+    for name, direction in zip(found["metric"], found["direction"], strict=True):
+        rows.append((f"{direction}d", name))
+    for place, trial in zip(("best", "next best"), best_trials(study), strict=False):
+        values = ", ".join(f"{name} {value:.4g}" for name, value in zip(found["metric"], trial.values, strict=True))
+        chosen = ", ".join(f"{name} {_shown(value)}" for name, value in trial.params.items())
+        rows.append((place, f"trial {trial.number}: {values} ({chosen}, seed {trial.user_attrs.get(SEED, '-')})"))
+    rows.append(
         (
-            html_head(f"{facts.name}: {facts.state}", _what(facts), answers, html_origin(facts.origin)),
-            html_pictures(figures),
-            _trials(facts),
+            "search for micro-batches",
+            f"{counted(found['search_trials'], 'size')} tried, {counted(found['ooms'], 'out-of-memory error')}, at "
+            f"most {found['wasted_samples']:,} of {found['num_samples']:,} samples run again",
         )
     )
-    path, images = write_page(place, facts.name, body, figures, reload_every)
-    return StudyReport(path=path, images=images, study=facts)
+    return rows
 
 
-def _what(facts: StudyFacts) -> str:
-    """Say in a line what the study was."""
-    count = len(facts.trials)
-    return (
-        f"sweep · {count:,} trial{'' if count == 1 else 's'} of {facts.num_samples:,} samples · "
-        f"{int(facts.totals['num_samples']):,} samples in all · {format_seconds(facts.totals['seconds'])} of training"
+def _best_of_each_batch(study: optuna.Study, found: dict[str, Any]) -> str:
+    """Return the table of the best complete trial at each effective batch, by the first metric."""
+    best: dict[Any, FrozenTrial] = {}
+    for trial in ranked(study):
+        if trial.state == TrialState.COMPLETE and {"lr", "effective_batch"} <= trial.params.keys():
+            best.setdefault(trial.params["effective_batch"], trial)
+    rows = [
+        (batch, _shown(trial.params["lr"]), f"{trial.values[0]:.4g}", trial.number)
+        for batch, trial in sorted(best.items(), key=lambda one: (str(type(one[0])), one[0]))
+    ]
+    head = ("effective batch", "lr", found["metric"][0], "trial")
+    return f"<h2>Best lr of each effective batch</h2>\n{html_table(head, rows)}" if len(rows) > 1 else ""
+
+
+def _trials(study: optuna.Study, trials: list[FrozenTrial], metrics: tuple[str, ...]) -> str:
+    """Return the table of trials, the best first."""
+    # search_space may draw something in one trial and not in another.
+    names = list(dict.fromkeys(name for trial in trials for name in trial.params))
+    front = {trial.number for trial in best_trials(study)} if len(metrics) > 1 else set()
+    rows = []
+    for trial in trials:
+        took = trial.user_attrs
+        seen, last = max(trial.intermediate_values.items(), default=(None, 0.0))
+        rows.append(
+            [
+                trial.number,
+                state_of(trial) + (" (Pareto front)" if trial.number in front else ""),
+                *(_shown(trial.params[name]) if name in trial.params else "-" for name in names),
+                *(f"{value:.4g}" for value in trial.values or []),
+                *("-" for _ in metrics if not trial.values),
+                "-" if seen is None else f"{last:.4g} after {seen:,}",
+                f"{took['num_samples']:,}" if "num_samples" in took else "-",
+                format_seconds(took["seconds"]) if "seconds" in took else "-",
+                took.get("ooms", "-"),
+                cut_text(tuple(took["micro_batches"])) if "micro_batches" in took else "-",
+            ]
+        )
+    head = (
+        "trial",
+        "state",
+        *names,
+        *metrics,
+        "last report",
+        "samples trained",
+        "training time",
+        "OOMs",
+        "micro-batches",
     )
+    return html_table(head, rows)
 
 
-def _important(facts: StudyFacts, importances: dict[str, float], unknown: str) -> Answer:
-    """Say which parameters matter, or why that cannot be said."""
-    shares = ", ".join(f"{name} {share:.0%}" for name, share in importances.items())
-    text = unknown or f"For {facts.metrics[0]}: {shares}."
-    return Answer(question="Which parameter matters most?", text=text, good=None)
-
-
-def _trials(facts: StudyFacts) -> str:
-    """Return the table of trials, the best first; nothing without one."""
-    if not facts.trials:
-        return ""
-    # Of all trials, for search_space may draw something in one and not in another.
-    names = list(dict.fromkeys(name for trial in facts.trials for name in trial.params))
-    # What trials report has a column of its own only where it is not what is searched for; and so has what they take.
-    last = [facts.reported] if any(trial.reports for trial in facts.trials) else []
-    last = [f"last {name}" for name in last if name not in facts.metrics]
-    took = [_TOOK[name] for name in _TOOK if name not in facts.metrics]
-    head = ("trial", "state", *names, *facts.metrics, *last, *took, "OOMs", "micro-batches")
-    rows = [_row(facts, trial, names, has_last=bool(last)) for trial in facts.trials]
-    # All columns are numbers but the state and the micro-batches, which are not broken into lines.
-    numbers = {0, *range(2, len(head) - 1)}
-    return f"<h2>Trials</h2>\n{html_table(head, rows, numbers=numbers, cuts={1, len(head) - 1})}"
-
-
-def _row(facts: StudyFacts, trial: TrialFacts, names: list[str], *, has_last: bool) -> list[str]:
-    """Return the cells of a trial; a dash stands for what it has not, or not yet."""
-    is_on_front = len(facts.metrics) > 1 and trial.number in facts.best
-    cells = [str(trial.number), escaped(trial.state) + (" (Pareto front)" if is_on_front else "")]
-    for name in names:
-        cells.append(escaped(shown(trial.params[name])) if name in trial.params else "-")
-    seen, report = trial.reports[-1] if trial.reports else (0, None)
-    for at, name in enumerate(facts.metrics):
-        if not trial.values and name == facts.reported and report is not None:
-            cells.append(f"{number_cell(report, '.4g')} after {seen:,}")  # it has not come to the end
-        else:
-            cells.append(number_cell(trial.values[at] if trial.values else None, ".4g"))
-    if has_last:
-        cells.append(number_cell(report, ".4g"))
-    if "samples" not in facts.metrics:
-        cells.append(number_cell(trial.num_samples))
-    if "seconds" not in facts.metrics:
-        cells.append("-" if trial.seconds is None else escaped(format_seconds(trial.seconds)))
-    micro_batches = escaped(cut_text(trial.micro_batches)) if trial.micro_batches else "-"
-    return [*cells, number_cell(trial.ooms), micro_batches]
-
-
-_TOOK = {"samples": "samples", "seconds": "training time"}
-"""Columns of what trials have taken, by the metric that says the same."""
+def _shown(value: Any) -> str:
+    return f"{value:.4g}" if isinstance(value, float) else str(value)

@@ -9,21 +9,14 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 from optuna.exceptions import StorageInternalError
 from optuna.storages import BaseStorage, JournalStorage, RDBStorage
 from optuna.storages.journal import JournalFileBackend, JournalFileSymlinkLock
-from sqlalchemy.exc import IntegrityError, SQLAlchemyError
+from sqlalchemy.exc import SQLAlchemyError
 
 from autoaccum._units import shown
 from autoaccum.errors import ArgumentError, ArgumentTypeError, StorageError
-from autoaccum.memory import clock
-
-RACE_SECONDS = 0.1
-"""Look again after so many seconds for tables that another process has begun to make."""
-_RACES = 9
-"""Look again so many times, and raise what is wrong when that is over."""
 
 
 def is_journal(storage: str) -> bool:
@@ -61,28 +54,13 @@ def open_storage(storage: str | BaseStorage | None, directory: Path) -> BaseStor
         # By its path, because in a URL "?", "%" and "{" stand for something else.
         path = str((directory / "study.db").absolute())
         connect = partial(sqlite3.connect, path, check_same_thread=False, **seconds)
-        return _opened(path, lambda: _database("sqlite:///study.db", {"creator": connect}))
+        return _opened(path, lambda: RDBStorage("sqlite:///study.db", engine_kwargs={"creator": connect}))
     if is_journal(storage):
         path = storage.removeprefix("journal:")
         return _opened(storage, lambda: _journal(path))
     # A server may have been started again since a connection was last used.
     options = {"connect_args": seconds} if storage.startswith("sqlite") else {"pool_pre_ping": True}
-    return _opened(storage, lambda: _database(storage, options))
-
-
-def _database(url: str, options: dict[str, Any]) -> RDBStorage:
-    """Open a database with Optuna's tables.
-
-    Several processes that find none all begin to make them, and one can: the others are told that there are some.
-    """
-    for _ in range(_RACES):
-        try:
-            return RDBStorage(url, engine_kwargs=options)
-        except SQLAlchemyError as error:
-            if not isinstance(error, IntegrityError) and "already exists" not in str(error):
-                raise
-            clock.sleep(RACE_SECONDS)
-    return RDBStorage(url, engine_kwargs=options)
+    return _opened(storage, lambda: RDBStorage(storage, engine_kwargs=options))
 
 
 def _journal(path: str) -> JournalStorage:

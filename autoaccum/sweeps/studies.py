@@ -1,19 +1,28 @@
-"""A sweep's study: found by its directory or its storage, and what it has come to."""
+"""A sweep's study: found by its directory or its storage, its trials in their order, and what they have come to."""
 
 from __future__ import annotations
 
-from contextlib import suppress
+import math
 from pathlib import Path
 from typing import Any
 
 import optuna
-from optuna.trial import FrozenTrial
+from optuna.trial import FrozenTrial, TrialState
 
-from autoaccum.errors import ArgumentError, NoHistoryError
-from autoaccum.reporting.columns import Run, load_run
-from autoaccum.sweeps.claims import SEED, directory_of, folders_of
-from autoaccum.sweeps.facts import AGAIN, SETTINGS, WHY, facts_of
+from autoaccum.errors import ArgumentError
+from autoaccum.sweeps.claims import directory_of
 from autoaccum.sweeps.storages import open_storage
+
+SETTINGS = "autoaccum"
+"""Name of the user attribute by which a study is known to be a sweep's, and that holds its settings."""
+ORIGIN = "autoaccum origin"
+"""Name of the user attribute that holds how the last call was started: versions, command, commit."""
+WHY = {"not_fitting": "did not fit", "diverged": "diverged", "stopped": "stopped"}
+"""States of trials that Optuna knows as pruned, by the user attribute that tells them apart."""
+STATES = ("complete", "pruned", *WHY.values(), "running", "failed", "waiting")
+"""States in the order in which trials are listed."""
+_TOTALS = ("num_samples", "seconds", "search_trials", "ooms", "replays", "wasted_samples")
+"""User attributes of trials that are summed."""
 
 
 def load_study(place: str, name: str | None = None) -> tuple[optuna.Study, Path]:
@@ -50,57 +59,54 @@ def _file_of(url: str) -> Path | None:
     return None if "://" in url else Path(url.removeprefix("journal:"))
 
 
-def runs_of(study: optuna.Study, directory: Path) -> dict[int, Run]:
-    """Return what trials have recorded there, by their numbers; those run in other directories are left out."""
-    found = {}
-    for number, folder in folders_of(study, directory).items():
-        with suppress(NoHistoryError):  # it has not begun to train
-            found[number] = load_run(folder)
-    return found
+def state_of(trial: FrozenTrial) -> str:
+    """Return one of ``STATES``."""
+    if trial.state == TrialState.PRUNED:
+        return next((state for attribute, state in WHY.items() if attribute in trial.user_attrs), "pruned")
+    return "failed" if trial.state == TrialState.FAIL else trial.state.name.lower()
+
+
+def ranked(study: optuna.Study) -> list[FrozenTrial]:
+    """Return all trials, the best first.
+
+    Complete trials are sorted by the first metric, those of the Pareto front before others; the rest by how far they
+    came, then by their last report.
+    """
+    trials = study.get_trials(deepcopy=False)
+    sign = -1 if study.directions[0] == optuna.study.StudyDirection.MAXIMIZE else 1
+    front = {trial.number for trial in study.best_trials} if len(study.directions) > 1 else set()
+
+    def key(trial: FrozenTrial) -> tuple[Any, ...]:
+        if trial.state == TrialState.COMPLETE:
+            return STATES.index("complete"), trial.number not in front, sign * trial.values[0], trial.number
+        seen, last = max(trial.intermediate_values.items(), default=(0, math.inf))
+        return STATES.index(state_of(trial)), -seen, sign * last if math.isfinite(last) else math.inf, trial.number
+
+    return sorted(trials, key=key)
 
 
 def best_trials(study: optuna.Study) -> list[FrozenTrial]:
-    """Return the complete trials, the best first; of several objectives those on the Pareto front, by the first."""
-    trials = study.get_trials(deepcopy=False)
-    return [trials[number] for number in facts_of(study).best]
-
-
-def again(study: optuna.Study, trial: FrozenTrial) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return what the recipe was called with for a trial, and the arguments of ``fit`` that come to its value again.
-
-    Both are empty where a search_space has drawn for it, which alone knows what it made of that.
-
-    Args:
-        study: of the sweep.
-        trial: one that has ended.
-    """
-    calls = [call for call in study.user_attrs.get(AGAIN, ()) if call["since"] <= trial.number]
-    if not calls:  # an earlier version ran it
-        return {}, {}
-    known = calls[-1]
-    values = {**known["values"], **trial.params}
-    if values.keys() != {*known["recipe"], *known["fit"]}:
-        return {}, {}
-    # A recipe that makes its own optimizer takes the lr, which fit would refuse beside it.
-    of_recipe, of_fit = ({name: values[name] for name in known[whose]} for whose in ("recipe", "fit"))
-    of_fit |= {"seed": trial.user_attrs[SEED], "samples": study.user_attrs[SETTINGS]["samples"]}
-    # Micro-batches of validations grow from one to the next: after as many the sum is the same to the bit.
-    return of_recipe, of_fit | {"validate_every": known["validate_every"]}
+    """Return the complete trials, the best first; with several metrics only those on the Pareto front."""
+    complete = [trial for trial in ranked(study) if trial.state == TrialState.COMPLETE]
+    if len(study.directions) == 1:
+        return complete
+    front = {trial.number for trial in study.best_trials}
+    return [trial for trial in complete if trial.number in front]
 
 
 def totals(study: optuna.Study) -> dict[str, Any]:
-    """Count the trials by what became of them, and sum what they took; see ``sweep`` for the words."""
-    facts = facts_of(study)
-    # Optuna knows all of these as pruned, and so do the numbers here: they are told apart besides.
-    became = {name: facts.counts[state] for name, state in WHY.items()}
-    complete, pruned = facts.counts["complete"], facts.counts["pruned"] + sum(became.values())
+    """Count the trials by their end, and sum what they took; see ``sweep`` for the words."""
+    trials = study.get_trials(deepcopy=False)
+    states = [trial.state for trial in trials]
+    complete, pruned = states.count(TrialState.COMPLETE), states.count(TrialState.PRUNED)
     return {
-        "metric": facts.metrics,
-        "direction": facts.directions,
+        "metric": tuple(study.user_attrs[SETTINGS]["metric"]),
+        "direction": tuple(direction.name.lower() for direction in study.directions),
         "finished": complete + pruned,
         "complete": complete,
         "pruned": pruned,
-        "failed": facts.counts["failed"],
-        **became,
-        **facts.totals,
+        "failed": states.count(TrialState.FAIL),
+        **{name: sum(state_of(trial) == state for trial in trials) for name, state in WHY.items()},
+        # A trial that has not ended has no such attributes yet.
+        **{name: sum(trial.user_attrs.get(name, 0) for trial in trials) for name in _TOTALS},
     }

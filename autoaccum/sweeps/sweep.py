@@ -33,10 +33,10 @@ from autoaccum.runs.records import HISTORY, environment
 from autoaccum.sweeps import spaces
 from autoaccum.sweeps.claims import FINISHED, Claims, directory_of
 from autoaccum.sweeps.crew import Crew, crew_of
-from autoaccum.sweeps.facts import AGAIN, ORIGIN
 from autoaccum.sweeps.objective import Objective
 from autoaccum.sweeps.options import Arguments, PassedOn, Recipe, SweepArguments, of_sampler
 from autoaccum.sweeps.storages import answering, open_storage
+from autoaccum.sweeps.studies import ORIGIN
 from autoaccum.sweeps.trial import Interrupted, ending_of, follow_trial, run_trial, trained_by
 from autoaccum.training import recipes
 from autoaccum.training.declarations import Checked
@@ -183,8 +183,6 @@ def _swept(given: SweepArguments, checked: Checked, crew: Crew | None) -> optuna
             objective.check_same(study)  # trials of another objective cannot be compared with those to come
             if _parent is None:  # else nobody has typed anything; each call is true of the trials that come with it
                 study.set_user_attr(ORIGIN, environment())
-                now = {"since": len(study.trials), **objective.again}
-                study.set_user_attr(AGAIN, [*study.user_attrs.get(AGAIN, ()), now])
             return study
 
         with _quiet(), answering(storage, path):

@@ -12,14 +12,13 @@ import torch
 from torch import nn
 
 from autoaccum import _checks
-from autoaccum._kinds import a, entries, whole
 from autoaccum.data import batches, foreign
 from autoaccum.data.arrays import converted, is_plain
 from autoaccum.data.base import Window
-from autoaccum.data.lengths import LENGTHS, BatchLengths
+from autoaccum.data.lengths import BatchLengths
 from autoaccum.data.randomness import mix
 from autoaccum.data.splits import SplitLike, is_said, split_of, tensors
-from autoaccum.errors import AlreadySteppedError, ConflictingArgumentsError, EmptyDatasetError
+from autoaccum.errors import AlreadySteppedError, CheckpointCorruptError, ConflictingArgumentsError, EmptyDatasetError
 from autoaccum.events import Event
 from autoaccum.loss.functions import loss_function, stated
 from autoaccum.loss.stated import CountItems, Reducing
@@ -28,18 +27,17 @@ from autoaccum.memory.limit import MemoryLimit
 from autoaccum.memory.oom import insist, room_for_model
 from autoaccum.planning.ladder import SavingMode
 from autoaccum.ranks.summing import Compression
-from autoaccum.runs.cost_key import describe
+from autoaccum.runs.past_of_run import describe
 from autoaccum.training import notices, together
 from autoaccum.training.alone import Ranks, only_run
 from autoaccum.training.declarations import check
 from autoaccum.training.lazy import refuse_lazy
 from autoaccum.training.meeting import meeting_of
 from autoaccum.training.options import CHECKS, OF_ACCUMULATOR, modules_of
-from autoaccum.training.prepared import unprepared
 from autoaccum.training.setup import device_of, make_step, place_of
 from autoaccum.training.step_samples import StepSamples
 from autoaccum.training.synonyms import answering, of_one_batch
-from autoaccum.window.batch_norm import batch_norms, smallest_micro_batch, statistics_of
+from autoaccum.window.batch_norm import batch_norms, smallest_micro_batch
 from autoaccum.window.gradient import Gradient
 from autoaccum.window.job import Job
 from autoaccum.window.optimizers import (
@@ -51,7 +49,6 @@ from autoaccum.window.optimizers import (
 )
 from autoaccum.window.outputs import on_device, placed
 from autoaccum.window.precision import Precision
-from autoaccum.window.restoring import engine
 from autoaccum.window.split_calls import Layout
 
 
@@ -94,8 +91,6 @@ class Accumulator:
         patience: float = 60.0,
         precision: Precision = "fp32",
         clip_norm: float | None = None,
-        state: Literal["micro-batch", "window"] = "micro-batch",
-        batch_norm: str = "micro",
         accumulate: Literal["auto", "weighted", "joined"] = "auto",
         verify: bool = True,
         strict: bool = False,
@@ -133,11 +128,6 @@ class Accumulator:
                 it.
             precision: fp32 (as the model is), bf16 or fp16 (both by autocast).
             clip_norm: clip each batch's gradient to this 2-norm.
-            state: how often state that forwards change (momentum encoders, spectral norms, codebooks) moves:
-                micro-batch: with each; window: once, as the last micro-batch leaves it, and all of a window find the
-                same.
-            batch_norm: whose statistics BatchNorm normalises by in training: micro: those of a micro-batch; ghost:32:
-                of each 32 samples of the window, whatever the micro-batch; frozen: the running ones, which stay.
             accumulate: how micro-batches make the gradient: weighted: by what their losses count; joined: the loss is
                 computed once, on the outputs of all of them, which run again in backward; auto: joined where weighted
                 is not exact.
@@ -160,14 +150,14 @@ class Accumulator:
             ArgumentError: an argument cannot be used; it names the argument, the value and the cure.
             LimitBelowModelError: the limit is below what is needed before the first sample.
         """
-        optimizer = unprepared(optimizer)
+        optimizer = _unprepared(optimizer)
         checked = check(
             OF_ACCUMULATOR, CHECKS, model=model, optimizer=optimizer, loss_fn=loss_fn, training_step=training_step,
             num_items=num_items, reduction=reduction, micro_batch=micro_batch, max_micro_batch=max_micro_batch,
             min_micro_batch=min_micro_batch, memory_limit=memory_limit, headroom=headroom, memory_saving=memory_saving,
-            patience=patience, precision=precision, clip_norm=clip_norm, state=state, batch_norm=batch_norm,
-            accumulate=accumulate, verify=verify, strict=strict, ranks=ranks, compression=compression,
-            collate_fn=collate_fn, split=split, batch_dim=batch_dim, callbacks=callbacks,
+            patience=patience, precision=precision, clip_norm=clip_norm, accumulate=accumulate, verify=verify,
+            strict=strict, ranks=ranks, compression=compression, collate_fn=collate_fn, split=split,
+            batch_dim=batch_dim, callbacks=callbacks,
         )  # fmt: skip
         loss_of, counts, reduction, divides = stated(checked[loss_function], num_items, reduction)
         self._callbacks = checked[_checks.of_event_callbacks]
@@ -186,7 +176,7 @@ class Accumulator:
         # From here on others wait for this rank: what ends it is told to them.
         with self._telling():
             if self._meeting is not None:
-                together.refuse_options(self._modules, min_micro_batch, checked[statistics_of])
+                together.refuse_options(self._modules, min_micro_batch)
                 self._meeting.group.summing.prepare(parameters, compression)
             # Left to the first step, it would be allocated after plans have been measured without it.
             with place.limit.kept(), room_for_model(place.memory, place.limit.bytes, parameters):
@@ -214,11 +204,11 @@ class Accumulator:
             model=model, modules=tuple(self._modules), optimizer=optimizer, loss_of=loss_of, num_items=counts,
             divides=divides, reduction=reduction,
             min_micro_batch=min_micro_batch or 1, collate_fn=collate_fn, split=self._split, device=self._device,
-            precision=precision, state=state, batch_norm=checked[statistics_of],
+            precision=precision,
         )  # fmt: skip
         # What decides what is computed has to be the same on all ranks; how windows are cut is each one's own.
-        self._given: dict[str, Any] = {"reduction": reduction, "compression": compression, "batch_norm": batch_norm}
-        self._given |= {"clip_norm": clip_norm, "precision": precision, "state": state}
+        self._given: dict[str, Any] = {"reduction": reduction, "compression": compression}
+        self._given |= {"clip_norm": clip_norm, "precision": precision}
         with self._telling():
             self._step = make_step(
                 job,
@@ -308,9 +298,12 @@ class Accumulator:
         """Go on from what ``state_dict`` returned; on another device memory and time are to be found out again.
 
         Raises:
-            CheckpointCorruptError: the state is not one of an Accumulator; its entry is named. Nothing was changed.
+            CheckpointCorruptError: the state is not one of an Accumulator. Nothing was changed.
         """
-        _SAVED(state, "state_dict")
+        if not isinstance(state, Mapping) or state.keys() != self.state_dict().keys():
+            raise CheckpointCorruptError(
+                "", "is none of an Accumulator", entry="state_dict", cure="Pass what state_dict() of one returned."
+            )
         is_same_device = state["device"] == describe(self._device)
         self._step.load_state_dict(dict(state["step"]), is_same_device=is_same_device)
         self._length_of.load_state_dict(state["lengths"])
@@ -368,7 +361,7 @@ class Accumulator:
         modes = [layer.training for layer in self._batch_norms]
         if modes != self._modes:
             self._modes = modes
-            self._step.tuner.set_smallest(smallest_micro_batch(self._modules, self._step.job.batch_norm))
+            self._step.tuner.set_smallest(smallest_micro_batch(self._modules))
         if window.num_samples > self._largest_batch:  # no smaller one could tell what is best for it
             self._largest_batch = window.num_samples
             self._step.tuner.searching = self._searches
@@ -435,10 +428,6 @@ class _Backwarded(_Stepped):
     done = "accumulator.backward(batch) has computed the gradient, and optimizer.step() is next"
 
 
-_SAVED = entries({"device": a(str), "largest_batch": whole(), "lengths": LENGTHS, "step": engine(has_scaler=None)})
-"""What the state of an accumulator may be."""
-
-
 def _refuse(
     model: nn.Module, optimizer: torch.optim.Optimizer, parameters: Sequence[torch.Tensor], precision: str
 ) -> None:
@@ -475,3 +464,24 @@ class _Batch:
     def samples(self, positions: Sequence[int]) -> Any:
         """Return the samples at those positions as one batch, where they lie."""
         return self.split.join([self.split(self.batch, position, 1) for position in positions])
+
+
+def _unprepared(optimizer: Any) -> Any:
+    """Return the optimizer within one that Accelerate has prepared; any other as it is.
+
+    Raises:
+        ConflictingArgumentsError: the Accelerator leaves out steps, or scales losses.
+    """
+    # By its name, for Accelerate is not imported for this.
+    if not any(kind.__name__ == "AcceleratedOptimizer" for kind in type(optimizer).__mro__):
+        return optimizer
+    steps = optimizer.gradient_state.num_steps
+    if steps != 1:
+        cure = "Each batch of an Accumulator is a step: leave it out, and let the loader yield all samples of a step."
+        raise ConflictingArgumentsError("gradient_accumulation_steps", steps, "Accumulator", cure)
+    if optimizer.scaler is not None:
+        cure = "Its scaler waits for accelerator.backward: take mixed_precision='bf16'; or none, and Accumulator(..., "
+        cure += "precision='fp16')."
+        raise ConflictingArgumentsError("mixed_precision", "fp16", "Accumulator", cure)
+    # What Accelerate adds are these two, so nothing is lost. Its scheduler goes by the optimizer that is within.
+    return optimizer.optimizer

@@ -11,8 +11,7 @@ import torch
 from torch import nn
 
 from autoaccum import _checks
-from autoaccum._kinds import a, entries, refuse, whole
-from autoaccum.errors import ArgumentError
+from autoaccum.errors import ArgumentError, CheckpointCorruptError
 from autoaccum.events import Record, Started, StepReport
 from autoaccum.memory.oom import insist
 from autoaccum.ranks.units import units_of
@@ -22,7 +21,6 @@ from autoaccum.training.options import FitArguments
 from autoaccum.training.synonyms import answering
 
 State = dict[str, Any]
-_SAVED = entries({"updates": whole(), "weights": a(dict)}, optionally={"validate": a(bool)})
 
 
 class EMA(Ready):
@@ -129,13 +127,8 @@ class EMA(Ready):
         return {"updates": self.updates, "weights": dict(self._weights), "validate": self.validate}
 
     def load_state_dict(self, state: State) -> None:
-        """Put back what ``state_dict`` returned: taken up by the run that begins next.
-
-        Raises:
-            CheckpointCorruptError: it is none of an average.
-        """
+        """Put back what ``state_dict`` returned: taken up by the run that begins next."""
         # Of which model they are is seen when the run begins, which has the model.
-        _SAVED(state, "callbacks.state")
         self.updates, self._weights, self._is_loaded = state["updates"], dict(state["weights"]), True
 
     # The model's weights, and their averages.
@@ -249,5 +242,6 @@ def _check_alike(saved: Mapping[str, Any], current: Mapping[str, torch.Tensor]) 
     """
     for name, value in saved.items():
         there = current.get(name)
-        if not isinstance(value, torch.Tensor) or there is None or value.shape != there.shape:
-            refuse("callbacks.state.weights", f"holds {name!r}, which is none of this model's")
+        if there is None or value.shape != there.shape:
+            problem = f"holds {name!r}, which is none of this model's"
+            raise CheckpointCorruptError("", problem, entry="callbacks.state.weights")

@@ -43,7 +43,7 @@ from autoaccum.verification.joining import measure_joined
 from autoaccum.verification.samples import MOST, choose, cuts_of
 from autoaccum.verification.side_effects import SideEffects
 from autoaccum.verification.verdict import measure
-from autoaccum.window.batch_norm import refuse_unseen, smallest_micro_batch, statistics_of
+from autoaccum.window.batch_norm import smallest_micro_batch
 from autoaccum.window.job import Job
 from autoaccum.window.joined import why_not_joined
 from autoaccum.window.modules import into_training
@@ -66,8 +66,6 @@ def check(
     training_step: Callable[[Any, Any], Any] | None = None,
     num_items: CountItems | None = None,
     reduction: Reducing = None,
-    state: Literal["micro-batch", "window"] = "micro-batch",
-    batch_norm: str = "micro",
     accumulate: Literal["auto", "weighted", "joined"] = "auto",
     device: str | torch.device | None = None,
     ranks: Ranks = "together",
@@ -96,10 +94,6 @@ def check(
             several losses a dict of these by their names, or a list.
         reduction: mean or sum: how the loss of a micro-batch combines its samples or items; measured if left out. With
             num_items, a sum is divided by the items of the full batch.
-        state: how often state that forwards change (momentum encoders, spectral norms, codebooks) moves: micro-batch:
-            with each; window: once, as the last micro-batch leaves it, and all of a window find the same.
-        batch_norm: whose statistics BatchNorm normalises by in training: micro: those of a micro-batch; ghost:32: of
-            each 32 samples of the window, whatever the micro-batch; frozen: the running ones, which stay.
         accumulate: how micro-batches make the gradient: weighted: by what their losses count; joined: the loss is
             computed once, on the outputs of all of them, which run again in backward; auto: joined where weighted is
             not exact.
@@ -128,8 +122,8 @@ def check(
     """
     checked = check_arguments(
         OF_CHECK, CHECKS, model=model, batch=batch, loss_fn=loss_fn, training_step=training_step, num_items=num_items,
-        reduction=reduction, state=state, batch_norm=batch_norm, accumulate=accumulate, device=device, ranks=ranks,
-        collate_fn=collate_fn, split=split, batch_dim=batch_dim,
+        reduction=reduction, accumulate=accumulate, device=device, ranks=ranks, collate_fn=collate_fn, split=split,
+        batch_dim=batch_dim,
     )  # fmt: skip
     refuse_ranks(ranks, "check")
     started = clock.now()
@@ -137,7 +131,6 @@ def check(
     bare = getattr(model, "_orig_mod", model)  # what torch.compile wraps: it is measured eagerly
     modules = modules_of(bare, loss_fn, training_step)
     parameters = trainable_parameters(bare, modules)
-    refuse_unseen(checked[statistics_of], bare, modules)
     on = find_device(device)
     # Windows are made of what the model computes; the optimizer is there because a job has one, and never steps.
     job = Job(
@@ -148,8 +141,6 @@ def check(
         num_items=counts,
         divides=divides,
         reduction=reduction,
-        state=state,
-        batch_norm=checked[statistics_of].of_few(),
         collate_fn=collate_fn or getattr(batch, "collate_fn", None),
         split=checked[split_of],
         device=on,
@@ -169,7 +160,7 @@ def check(
         _collator_kept(job),
     ):
         window, examples = open_samples(batch, collate_fn, on, job.split, are_pairs=loss_fn is not None)
-        refuse_few(window.num_samples, smallest_micro_batch(modules, job.batch_norm))
+        refuse_few(window.num_samples, smallest_micro_batch(modules))
         with room_for_model(memory, limit.bytes, parameters):
             for module in modules:
                 module.to(on)
@@ -236,7 +227,7 @@ class _Check:
         self._job = job
         self._window = window
         self._parameters = [p for module in job.modules for p in module.parameters() if p.requires_grad]
-        self._smallest = smallest_micro_batch(job.modules, job.batch_norm)
+        self._smallest = smallest_micro_batch(job.modules)
         self._failed_on: list[tuple[tuple[int, ...], tuple[int, ...]]] = []
         self._uncertain: str | None = None  # why weights that were measured to be right are no certain count
 
@@ -311,14 +302,13 @@ class _Check:
             LossSideEffectError: computing it changes gradients.
         """
         shown = _Shown()
-        granule = self._job.batch_norm.group
-        count = min(max(MOST, 3 * self._smallest), self._window.num_samples) // granule * granule
+        count = min(max(MOST, 3 * self._smallest), self._window.num_samples)
         chosen = choose(self._window, self._window.num_samples, count)
         aside = _aside(self._job, self._job.modules)
         try:
             with torch.compiler.set_stance("force_eager"):
                 self._look_at_whole(chosen)
-                parts = next(iter(cuts_of(count, self._smallest, granule)), ())
+                parts = next(iter(cuts_of(count, self._smallest)), ())
                 for part in parts:
                     try:
                         self._look_at_part(self._batch([chosen[place] for place in part]), len(part), shown)
@@ -388,7 +378,6 @@ class _Check:
                 verdict.samples,
                 self._job.modules,
                 notices.suspected(verdict, suspicion),
-                statistics=self._job.batch_norm,
                 counts_items=counts_items,
                 is_stated=self._job.reduction is not None,
             )
@@ -397,7 +386,7 @@ class _Check:
             notice = notices.uncertain_notice(self._uncertain)
         # What else a run would do otherwise than was measured here.
         if notice is None and decision.passed and verdict.left:
-            notice = notices.left_notice(verdict.left, is_window=self._job.state == "window")
+            notice = notices.state_notice(verdict.left)
             self._uncertain = notice.cause
         if notice is None and decision.passed and verdict.draws_once:
             notice = notices.drawn_once_notice()

@@ -76,7 +76,7 @@ def of_validation(trained: Any, validated: Any) -> list[Notice]:
 def _ends_in_one(arguments: FitArguments, epoch_samples: int, asked: Callable[[], int]) -> bool:
     """Return whether the run comes to a window of one sample with BatchNorm layers that normalise by it."""
     # A schedule is a function of the user's: it is asked where something depends on that.
-    if arguments.drop_last or arguments.batch_norm == "frozen" or not count_batch_norms(arguments.modules()):
+    if arguments.drop_last or not count_batch_norms(arguments.modules()):
         return False
     window = asked()
     budgets = (arguments.samples, None if arguments.steps is None else arguments.steps * window)

@@ -33,7 +33,7 @@ from autoaccum.training.options import CHECKS, OF_CHECK, OF_FIT, OF_PROBE, modul
 from autoaccum.training.probing import GROWTH
 from autoaccum.training.synonyms import answering
 from autoaccum.window.batch_norm import smallest_micro_batch
-from autoaccum.window.blocks import HIGHEST, Rung
+from autoaccum.window.blocks import OFF, Level
 from autoaccum.window.optimizers import OptimizerLike, trainable_parameters
 from autoaccum.window.outside import Outside
 from autoaccum.window.precision import Precision
@@ -41,8 +41,8 @@ from autoaccum.window.precision import Precision
 _CPU = torch.device("cpu")
 _FEW = 8
 """Samples that are read of data; larger batches repeat these."""
-_MANY_OPERATIONS = 200_000
-"""Some 20 seconds: what a step may run where it runs more operations the more samples there are."""
+_MANY_OPERATIONS = 50_000
+"""What a step may run where it runs more operations the more samples there are: each takes some 0.3 ms."""
 
 
 def of_device_memory(device_memory: object) -> int:
@@ -199,25 +199,20 @@ def estimate(
         smallest = min(max(smallest_micro_batch(modules), fewest), ceiling)
         limits = Limits(limit_bytes, headroom, is_enforced=True)
         # As a run goes down them: the first on which the smallest micro-batch fits is the one that it would stand on.
-        rungs = step.rungs(smallest, "checkpoint" if asked else "off" if memory_saving == "off" else "auto")
-        for rung in rungs:
-            peaks = {smallest: step.peak(smallest, rung)}
+        levels = [OFF, *([] if memory_saving == "off" else step.levels())]
+        # Whoever asks for what the model does not have gets a run without it, and is told.
+        for level in levels[-1:] if asked else levels:
+            peaks = {smallest: step.peak(smallest, level)}
             if fits := limits.allows(peaks[smallest].bytes, is_few=True):
                 break
-        largest = _largest(step, rung, peaks, smallest, ceiling, limits) if fits else smallest
-        # And one that the next holds twice as many samples as is left out: see ``planning.contest``.
-        if fits and rung is not HIGHEST and (below := next(rungs, None)) is not None:
-            others = {smallest: step.peak(smallest, below)}
-            most_below = _largest(step, below, others, smallest, ceiling, limits)
-            if most_below >= 2 * largest:
-                rung, peaks, largest = below, others, most_below
+        largest = _largest(step, level, peaks, smallest, ceiling, limits) if fits else smallest
     # Of a schedule the largest batch: smaller ones take no more of these.
     sizes = () if most is None or not fits else cut(most, largest, fewest)
     return Estimate(
         fits=fits,
         micro_batch=largest,
         accumulation_steps=len(sizes) if sizes and max(sizes) <= largest else None,
-        memory_saving=rung.name,
+        memory_saving=level.name,
         peak_bytes=peaks[largest].bytes,
         device_memory_bytes=limit_bytes,
         parts=_parts(peaks, largest),
@@ -225,15 +220,18 @@ def estimate(
     )
 
 
-def _largest(step: FakeStep, rung: Rung, peaks: dict[int, Peak], smallest: int, ceiling: int, limits: Limits) -> int:
+def _largest(step: FakeStep, level: Level, peaks: dict[int, Peak], smallest: int, ceiling: int, limits: Limits) -> int:
     """Return the largest micro-batch that fits, as a probe finds it; ``peaks`` gets what each size takes."""
     # Here every trial tells what it takes, also one that does not fit.
     limits.learn_least(peaks[smallest].bytes)
     search = Trials(limits, smallest=smallest, growth=GROWTH, start_bytes=peaks[smallest].held)
     for piece in search.until_known(ceiling):
         if piece.size not in peaks:
+            # Where the first trial of many may take long already, two of few samples tell.
+            if len(peaks) == 1 < piece.size - smallest and peaks[smallest].operations * piece.size > _MANY_OPERATIONS:
+                peaks[smallest + 1] = step.peak(smallest + 1, level)
             _refuse_loop(peaks, piece.size)
-            peaks[piece.size] = step.peak(piece.size, rung)
+            peaks[piece.size] = step.peak(piece.size, level)
         search.fitted(piece, peaks[piece.size].bytes)
     return search.largest
 
@@ -254,8 +252,8 @@ def _refuse_loop(peaks: Mapping[int, Peak], size: int) -> None:
         raise ArgumentError(
             "max_micro_batch", None, "an int",
             f"Pass max_micro_batch={enough}, or fewer: the largest up to that is searched for.",
-            fact=f"The model loops over its samples: it runs {each:,.0f} operations for each, so that a micro-batch of "
-            f"{size:,} cannot be tried in a short time.",
+            fact=f"The model loops over its samples: it runs {each:,.{1 if each < 10 else 0}f} operations for each, so "
+            f"that a micro-batch of {size:,} cannot be tried in a short time.",
         )  # fmt: skip
 
 

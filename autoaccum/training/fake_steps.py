@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Iterator, Sequence
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -15,7 +15,7 @@ from autoaccum.loss.weighting import zero_gradient
 from autoaccum.memory.fake import FakeMemory, Fakes
 from autoaccum.training.fake_copies import FakeCopies, FakeSamples
 from autoaccum.window.attributes import is_expanded
-from autoaccum.window.blocks import HIGHEST, Rung, candidates, named_blocks, rungs_of
+from autoaccum.window.blocks import Level, levels_of, named_blocks
 from autoaccum.window.modules import into_training
 from autoaccum.window.optimizers import (
     allocate_state,
@@ -25,7 +25,6 @@ from autoaccum.window.optimizers import (
 )
 from autoaccum.window.precision import Precision, autocast
 from autoaccum.window.recomputing import Recomputing
-from autoaccum.window.tape import record
 
 _CPU = torch.device("cpu")
 
@@ -33,8 +32,6 @@ _CPU = torch.device("cpu")
 class Peak(NamedTuple):
     """What a step with a micro-batch of one size takes, in bytes."""
 
-    operations: int
-    """Number of operations that were run; no bytes."""
     bytes: int
     """Most at once."""
     parameters: int
@@ -45,6 +42,8 @@ class Peak(NamedTuple):
     """The optimizer's state."""
     copies: int
     """Copies of buffers, by which a window is rolled back."""
+    operations: int
+    """Number of operations that were run; no bytes."""
 
     @property
     def held(self) -> int:
@@ -83,7 +82,7 @@ class FakeStep:
         loss_fn, training_step = functions.values()
         self._context = autocast(precision, _CPU)
         self._loss_of: LossOf = loss_function(loss_fn, training_step)
-        self._recomputing = Recomputing(self._modules, functions.values(), _CPU)
+        self._recomputing = Recomputing(self._modules, functions.values(), _CPU, has_values=False)
         parameters = trainable_parameters(self._model, self._modules, optimizer)
         sparse = {id(weight) for weight in sparsely_trained(self._modules)}
         with fakes.within():
@@ -106,35 +105,16 @@ class FakeStep:
             memory.answers_items = True
             self._optimizer.step()
 
-    def rungs(self, size: int, mode: Literal["auto", "off", "checkpoint"]) -> Iterator[Rung]:
-        """Yield the ways of saving memory, in the order in which a run tries them: see ``window.saving``.
+    def levels(self) -> list[Level]:
+        """Return the ways of saving memory by computing twice: see ``window.saving``."""
+        return levels_of(self._modules, ("checkpoint",))
 
-        Args:
-            size: the smallest micro-batch.
-            mode: as the user wants it.
-        """
-        if mode != "checkpoint":
-            yield HIGHEST
-        if mode == "off":
-            return
-        # The forward of the copies, so that blocks are compared at this size whatever memory there is.
-        found, named = candidates(self._modules), named_blocks(self._modules)
-        blocks = {name: named[name] for names in found.values() for name in names}
-        batch = self._samples.batch(size)
-        with self._fakes.within(), self._context():
-            tape = record(lambda: total(self._loss_of(self._model, batch)), self._modules, batch, _CPU, blocks)
-        rungs = rungs_of(tape, found, None)
-        if mode == "auto":
-            yield from rungs
-        else:  # whoever asks for what the model does not have gets a run without it, and is told
-            yield rungs[-1] if rungs else HIGHEST
-
-    def peak(self, size: int, rung: Rung) -> Peak:
+    def peak(self, size: int, level: Level) -> Peak:
         """Run a step with a micro-batch of that size, and return what it takes."""
         gc.collect()  # what a graph before has left in cycles is alive, and counts from its first use on
-        named = named_blocks(self._modules) if rung.blocks else {}
-        self._recomputing.blocks = [named[name] for name in rung.blocks]
-        loss_of = self._recomputing.of_loss(self._loss_of) if rung.blocks else self._loss_of
+        named = named_blocks(self._modules) if level.blocks else {}
+        self._recomputing.blocks = [named[name] for name in level.blocks]
+        loss_of = self._recomputing.of_loss(self._loss_of) if level.blocks else self._loss_of
         batch = self._samples.batch(size)
         # A count of its own for each size: what an earlier one has left is counted when it is used, as on a device.
         memory = FakeMemory()
@@ -148,7 +128,7 @@ class FakeStep:
                 del loss, batch
             # Its copies may be the peak, where samples take little: no plan makes that smaller.
             self._step(memory)
-        return Peak(memory.operations, memory.peak, *held)
+        return Peak(*[memory.peak, *held, memory.operations])
 
     def _held(self) -> Iterator[list[torch.Tensor]]:
         """Yield the tensors that are there before a forward, in the order of ``Peak``."""

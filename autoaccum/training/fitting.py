@@ -55,8 +55,6 @@ def fit(
     patience: float = 60.0,
     precision: Precision = "fp32",
     clip_norm: float | None = None,
-    state: Literal["micro-batch", "window"] = "micro-batch",
-    batch_norm: str = "micro",
     accumulate: Literal["auto", "weighted", "joined"] = "auto",
     verify: bool = True,
     strict: bool = False,
@@ -137,10 +135,6 @@ def fit(
         patience: seconds to wait for memory that others hold where not even the smallest micro-batch fits beside it.
         precision: fp32 (as the model is), bf16 or fp16 (both by autocast).
         clip_norm: clip each window's gradient to this 2-norm.
-        state: how often state that forwards change (momentum encoders, spectral norms, codebooks) moves: micro-batch:
-            with each; window: once, as the last micro-batch leaves it, and all of a window find the same.
-        batch_norm: whose statistics BatchNorm normalises by in training: micro: those of a micro-batch; ghost:32: of
-            each 32 samples of the window, whatever the micro-batch; frozen: the running ones, which stay.
         accumulate: how micro-batches make the gradient: weighted: by what their losses count; joined: the loss is
             computed once, on the outputs of all of them, which run again in backward; auto: joined where weighted is
             not exact.
@@ -208,11 +202,11 @@ def fit(
         lr_scaling=lr_scaling, base_batch=base_batch, epochs=epochs, steps=steps, samples=samples,
         micro_batch=micro_batch, max_micro_batch=max_micro_batch, min_micro_batch=min_micro_batch,
         memory_limit=memory_limit, headroom=headroom, memory_saving=memory_saving, patience=patience,
-        precision=precision, clip_norm=clip_norm, state=state, batch_norm=batch_norm, accumulate=accumulate,
-        verify=verify, strict=strict, compile=compile, device=device, ranks=ranks, balance=balance,
-        compression=compression, seed=seed, shuffle=shuffle, drop_last=drop_last, collate_fn=collate_fn, split=split,
-        batch_dim=batch_dim, num_workers=num_workers, validation_data=validation_data, validate_every=validate_every,
-        metrics=metrics, run_dir=run_dir, checkpoint_every=checkpoint_every, keep_checkpoints=keep_checkpoints,
-        resume=resume, noise_scale=noise_scale, cache=cache, callbacks=callbacks, progress=progress,
+        precision=precision, clip_norm=clip_norm, accumulate=accumulate, verify=verify, strict=strict, compile=compile,
+        device=device, ranks=ranks, balance=balance, compression=compression, seed=seed, shuffle=shuffle,
+        drop_last=drop_last, collate_fn=collate_fn, split=split, batch_dim=batch_dim, num_workers=num_workers,
+        validation_data=validation_data, validate_every=validate_every, metrics=metrics, run_dir=run_dir,
+        checkpoint_every=checkpoint_every, keep_checkpoints=keep_checkpoints, resume=resume, noise_scale=noise_scale,
+        cache=cache, callbacks=callbacks, progress=progress,
     )  # fmt: skip
     return trainer.fit()

@@ -11,14 +11,10 @@ from contextlib import ExitStack, contextmanager, nullcontext
 from typing import Any
 
 from autoaccum import _checks
-from autoaccum._kinds import a, anything, entries, every, whole
 from autoaccum.errors import ArgumentError
 from autoaccum.events import Notice
 from autoaccum.reporting.progress import Teller
 from autoaccum.training.options import FitArguments
-
-SAVED = every(entries({"place": whole(), "type": a(str), "state": anything}))
-"""What callbacks may have kept in a checkpoint; what the state of one may be, itself alone knows."""
 
 
 class Ready:

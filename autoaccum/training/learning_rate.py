@@ -99,12 +99,6 @@ class LearningRate:
         if self.scheduler is not None and state["scheduler"] is not None:
             self.scheduler.load_state_dict(state["scheduler"])
 
-    def due(self, step: int, samples: int) -> int:
-        """Return how often the scheduler has been stepped after so many windows and samples."""
-        if self.scheduler is None:
-            return 0
-        return step if self._samples_per_step is None else samples // self._samples_per_step
-
     def now(self, effective_batch: int) -> float:
         """Return the rate of the first parameter group in a step on so many samples; NaN where it has none."""
         lr = self._optimizer.param_groups[0].get("lr")  # None, too, in optimizers that find it themselves

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import math
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -13,14 +13,12 @@ import torch
 from torch import nn
 
 from autoaccum import _checks
-from autoaccum._kinds import refuse
 from autoaccum.errors import ArgumentError, ArgumentTypeError, CheckpointCorruptError, NoHistoryError
 from autoaccum.ranks.units import units_of
 from autoaccum.runs import checkpoint
 from autoaccum.runs.placing import of_module
 from autoaccum.training.recipes import RecipeRaised, opened
-from autoaccum.window.modules import load_modules
-from autoaccum.window.restoring import check_module
+from autoaccum.window.modules import buffer_places, load_modules
 
 
 def load_best(
@@ -74,17 +72,28 @@ def load_best(
     ema = _ema_in(state)
     if ema.get("validate") is True if averaged is None else averaged:
         weights = _averages(found, weights, ema)
-    buffers = state.get("buffers") if isinstance(state, dict) else None
-    try:
-        weights = of_module(made, weights)  # several ranks may have written it in parts
-        check_module(made, weights, buffers, ("weights", "buffers"))
-    except CheckpointCorruptError as error:
-        # It was read by its checksums: what differs is the model, nearly always.
-        cure = f"Make it as it was when it was trained: in {found.path}, {error.entry} {error.problem}."
-        raise ArgumentError("model", type(made).__name__, "the model that was trained there", cure) from None
+    weights = of_module(made, weights)  # several ranks may have written it in parts
+    if differs := _differing(made, weights):
+        cure = f"Make it as it was when it was trained: in {found.path}, {differs}."
+        raise ArgumentError("model", type(made).__name__, "the model that was trained there", cure)
     on = [tensor.device for tensor in (*made.parameters(), *made.buffers())]
-    load_modules([made], [{"state": weights, "buffers": buffers}], on[0] if on else torch.device("cpu"))
+    load_modules([made], [{"state": weights, "buffers": state["buffers"]}], on[0] if on else torch.device("cpu"))
     return made
+
+
+def _differing(model: nn.Module, weights: Mapping[str, Any]) -> str:
+    """Return how saved weights differ from those of a model; empty where they do not."""
+    there = model.state_dict()
+    # A forward may have made, dropped or resized buffers.
+    for name in [name for name in {**there, **weights} if name not in buffer_places(model)]:
+        if name not in weights:
+            return f"weights.{name} is missing"
+        if name not in there:
+            return f"weights.{name} is nothing that the model has"
+        saved, own = (getattr(one, "shape", None) for one in (weights[name], there[name]))
+        if saved != own:
+            return f"weights.{name} has the shape {tuple(saved or ())}, not {tuple(own or ())}"
+    return ""
 
 
 def _nothing_there(place: Path, skipped: tuple[str, ...]) -> Exception:
@@ -129,11 +138,7 @@ def _made(model: Any) -> nn.Module:
 
 def _ema_in(state: Any) -> dict[str, Any]:
     """Return the state of the first EMA among the callbacks of a run; nothing where it had none."""
-    # Nothing has checked this state: a stranger may have written it.
-    callbacks = state.get("callbacks") if isinstance(state, dict) else None
-    kept = [entry for entry in callbacks if isinstance(entry, dict)] if isinstance(callbacks, list) else []
-    states = [entry.get("state") for entry in kept if entry.get("type") == "EMA"]
-    return states[0] if states and isinstance(states[0], dict) else {}
+    return next((entry["state"] for entry in state.get("callbacks", ()) if entry["type"] == "EMA"), {})
 
 
 def _averages(found: checkpoint.Checkpoint, weights: Any, ema: dict[str, Any]) -> Any:
@@ -141,14 +146,11 @@ def _averages(found: checkpoint.Checkpoint, weights: Any, ema: dict[str, Any]) -
 
     Raises:
         ArgumentError: there is none.
-        CheckpointCorruptError: they are not as one writes them.
     """
     if not ema:
         cure = "Pass callbacks=[autoaccum.callbacks.EMA(validate=True)] to fit."
         raise ArgumentError("averaged", True, f"an EMA among the callbacks of the run in {found.path.parent}", cure)
-    averages = ema.get("weights")
-    if not isinstance(averages, dict):
-        refuse("callbacks.state.weights", "holds no averages")
+    averages = ema["weights"]
     # Tied weights have one average, under the first of their names: those of the others are the same tensor.
     same = {id(value): averages[name] for name, value in weights.items() if name in averages}
     replaced = copy.copy(weights)  # with what a state_dict has beside its entries

@@ -134,31 +134,6 @@ class Metrics:
                     f"tensors of the same shape: (n, 1) and (n,) are broadcast to (n, n).",
                 )
 
-    def check_padding(self, parts: Sequence[Any], count: int) -> None:
-        """Check that samples have no more values beside longer ones than alone: none of padding.
-
-        Args:
-            parts: batches of long samples with as many short ones, and of each alone; several of these triples where
-                the same samples make other batches each time.
-            count: how many there are of each.
-
-        Raises:
-            ArgumentError: a function returned values of padding.
-        """
-        found = [self._numbers(triple) for triple in parts]
-        for name, (together, long, short) in found[0].items() if found else ():
-            # Other functions have other numbers for reasons of their own: of what a model has found, say, or of masks
-            # that are drawn.
-            if all(few < many and both == 2 * many > 2 * count for both, many, few in (one[name] for one in found)):
-                raise ArgumentError(
-                    "metrics",
-                    name,
-                    _VALUES,
-                    f"It returned {together} for long samples beside short ones, and {long} and {short} for each "
-                    f"alone: it counts what is padded, and would depend on the micro-batches. Leave that out, for "
-                    f"example with [targets != -100], or return a value per sample.",
-                )
-
     def _numbers(self, parts: Sequence[Any]) -> dict[str, list[int]]:
         """Return how many values each function returns for each of some batches."""
         found = [self.measure(SharedTree(part), partial(lambda part: part, part)) for part in parts]

@@ -11,12 +11,13 @@ from typing import Any
 import torch
 from torch import nn
 
-from autoaccum._kinds import below, refuse, shown
+from autoaccum.data.randomness import bytes_of, generator_state, set_generator_state
 from autoaccum.errors import CheckpointStateError
 from autoaccum.runs.states import pack
-from autoaccum.window.modules import State, beside
+from autoaccum.window.modules import OF_TORCH, State, beside, with_wrapped
 from autoaccum.window.optimizers import is_pytorchs
-from autoaccum.window.stepping import OF_TORCH, Places
+from autoaccum.window.stepping import Places
+from autoaccum.window.surroundings import is_generator
 
 
 class OptimizerAttributes:
@@ -44,20 +45,6 @@ class OptimizerAttributes:
         """Return the names of those that steps have changed, and that no checkpoint holds."""
         return [path + name for path, one in self._of.items() for name in one.lost()]
 
-    def check(self, state: Any, entry: str) -> None:
-        """Check what ``load_state_dict`` is to put back.
-
-        Raises:
-            CheckpointCorruptError: it would take the place of a method, or of what PyTorch keeps there.
-        """
-        if type(state) is not dict:
-            refuse(entry, f"is {shown(state)}, not a dict")
-        for name in state:
-            path, _, attribute = name.rpartition(".") if type(name) is str else ("", "", None)
-            one = self._of.get(path and f"{path}.")
-            if attribute is None or one is None or not one.may_have(attribute):
-                refuse(below(entry, name), "is no attribute of the optimizer's own")
-
     def load_state_dict(self, state: State) -> None:
         """Put back what ``state_dict`` returned."""
         moved: dict[tuple[int, torch.device], torch.Tensor] = {}
@@ -66,33 +53,13 @@ class OptimizerAttributes:
             self._of[path and f"{path}."].put_back(attribute, value, moved)
 
 
-def with_wrapped(optimizer: torch.optim.Optimizer) -> dict[str, torch.optim.Optimizer]:
-    """Return an optimizer, and those that it wraps, by what stands before their attributes: "", "inner.", "all[0]."."""
-    found: dict[str, torch.optim.Optimizer] = {}
-    seen: set[int] = set()
-    waiting: list[tuple[str, Any]] = [("", optimizer)]
-    while waiting:
-        path, value = waiting.pop()
-        if id(value) in seen:
-            continue
-        seen.add(id(value))
-        if isinstance(value, torch.optim.Optimizer):
-            before = f"{path}." if path else ""
-            found[before] = value
-            waiting += [(before + name, kept) for name, kept in vars(value).items() if name not in OF_TORCH]
-        elif isinstance(value, dict | list | tuple):
-            entries = value.items() if isinstance(value, dict) else enumerate(value)
-            waiting += [(f"{path}[{key!r}]", entry) for key, entry in entries]
-    return found
-
-
 class _OfOne:
     """The attributes of one optimizer."""
 
     def __init__(self, optimizer: torch.optim.Optimizer, apart: set[int]) -> None:
         self._optimizer = optimizer
         self._apart = apart
-        self._before = {name: (places := self._places(name), places.marks()) for name in self._names()}
+        self._before = {name: (places := self._places(name), _marks(places)) for name in self._names()}
         own, kinds = vars(optimizer), (dict, list, set, deque)
         self.empty = {name: copy(own[name]) for name in self._before if isinstance(own[name], kinds) and not own[name]}
         """Containers that began empty, as they were made."""
@@ -132,7 +99,13 @@ class _OfOne:
     def state_dict(self) -> State:
         """Return those that a checkpoint can hold."""
         own = vars(self._optimizer)
-        return {name: own[name] for name in self._names() if self._is_kept(own[name])}
+        found = {name: generator_state(own[name]) if self.generator(name) else own[name] for name in self._names()}
+        return {name: value for name, value in found.items() if self._is_kept(value)}
+
+    def generator(self, name: str) -> Any:
+        """Return the attribute where it is a random generator, of which the state is saved."""
+        value = vars(self._optimizer).get(name)
+        return value if is_generator(value) else None
 
     def lost(self) -> list[str]:
         """Return the names of those that steps have changed, and that no checkpoint holds."""
@@ -143,22 +116,25 @@ class _OfOne:
             # What the optimizer's own methods both name is in its state_dict, in a form of its own.
             if name not in kept and not all(name in names for names in of_state):
                 before = self._before.get(name)
-                if before is None or before[0].differ(self._places(name), before[1]):
+                now = self._places(name)
+                if before is None or before[0].differ(now, before[1][0]) or _marks(now)[1] != before[1][1]:
                     found.append(name)
         return found
-
-    def may_have(self, name: str) -> bool:
-        """Return whether an attribute may be put back: neither a method, nor what PyTorch keeps there."""
-        # A plain default of the class, count = 0, is no method: a step may write to the instance's own.
-        return name not in OF_TORCH and not hasattr(getattr(type(self._optimizer), name, 0), "__get__")
 
     def put_back(self, name: str, value: Any, moved: dict[tuple[int, torch.device], torch.Tensor]) -> None:
         """Put one back."""
         parameters = [p for group in self._optimizer.param_groups for p in group["params"]]
         own = vars(self._optimizer)
+        if (generator := self.generator(name)) is not None:
+            set_generator_state(generator, value)
+            return
         there = own.get(name)
         like = there if isinstance(there, torch.Tensor) else parameters[0]
         own[name] = beside(like, value, {}, moved) if parameters else value
+
+
+def _marks(places: Places) -> tuple[Any, list[bytes]]:
+    return places.marks(), [bytes_of(generator) for generator in places.generators]
 
 
 def _has_key(value: Any, keys: set[int]) -> bool:

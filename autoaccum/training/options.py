@@ -35,7 +35,6 @@ from autoaccum.training.alone import Ranks, of_ranks
 from autoaccum.training.declarations import Checked, Own, arguments, arguments_of, check, option, values_of
 from autoaccum.training.learning_rate import MakeScheduler, Scaling
 from autoaccum.training.metrics import Metric
-from autoaccum.window.batch_norm import statistics_of
 from autoaccum.window.optimizers import OptimizerLike
 from autoaccum.window.precision import Precision
 from autoaccum.window.surroundings import surroundings_of
@@ -69,8 +68,6 @@ CHECKS: tuple[Callable[..., Any], ...] = (
     _checks.of_optimizer,
     _checks.of_lr_scheduler,
     _checks.of_flags,
-    _checks.of_state,
-    statistics_of,
     _checks.of_accumulation,
     _checks.of_verification,
     loss_function,
@@ -312,25 +309,6 @@ class FitArguments:
         check=_checks.of_windows,
         decides="training",
         accumulator=Own(text="clip each batch's gradient to this 2-norm."),
-    )
-    state: Literal["micro-batch", "window"] = option(
-        "how often state that forwards change (momentum encoders, spectral norms, codebooks) moves: micro-batch: with "
-        "each; window: once, as the last micro-batch leaves it, and all of a window find the same.",
-        default="micro-batch",
-        check=_checks.of_state,
-        decides="training",
-        accumulator=Own(),
-        in_check=Own(),
-    )
-    # Not in a measurement alone: a model with BatchNorm is another one for each of these.
-    batch_norm: str = option(
-        "whose statistics BatchNorm normalises by in training: micro: those of a micro-batch; ghost:32: of each 32 "
-        "samples of the window, whatever the micro-batch; frozen: the running ones, which stay.",
-        default="micro",
-        check=statistics_of,
-        decides="training",
-        accumulator=Own(),
-        in_check=Own(),
     )
     accumulate: Literal["auto", "weighted", "joined"] = option(
         "how micro-batches make the gradient: weighted: by what their losses count; joined: the loss is computed once, "

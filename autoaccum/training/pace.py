@@ -6,15 +6,13 @@ import math
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, replace
-from itertools import pairwise, repeat
+from itertools import repeat
 from typing import Any, Protocol
 
-from autoaccum._kinds import Check, a, below, every, number, of_record, optional, parts, refuse, whole
 from autoaccum.data.base import Reader, Window
 from autoaccum.errors import EmptyDatasetError
 from autoaccum.events import StepReport
 from autoaccum.planning.budget import Budget
-from autoaccum.planning.saved import PLAN
 from autoaccum.planning.schedules import REPORTS, Constant, Progress, Schedule
 from autoaccum.planning.tuner import Tuner
 from autoaccum.window import notices
@@ -202,7 +200,7 @@ class Pace:
             "samples_seen": self.samples_seen,
             "effective_batch": self.effective_batch,
             "windows": self.windows.runs(),
-            "reports": [_saved(report) for report in self.reports],
+            "reports": [asdict(report) for report in self.reports],
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -213,80 +211,6 @@ class Pace:
         self.windows = Sizes(state["windows"])
         self.reports.clear()
         self.reports.extend(StepReport(**report) for report in state["reports"])
-
-    def checks(self) -> dict[str, Check]:
-        """Return the checks of the entries of ``state_dict``, each by itself."""
-        most = [n for n in (self._schedule.largest, self._num_samples) if n is not None]
-        return {
-            "epoch": whole(),
-            "epoch_samples": optional(whole()),
-            "epoch_seen": whole() if self._num_samples is None else whole(0, self._num_samples),
-            "samples_seen": whole(),
-            "effective_batch": whole(0, min(most)) if most else whole(),
-            "windows": every(parts(whole(1), whole(1))),
-            "reports": every(_REPORT),
-        }
-
-    def check_together(self, state: dict[str, Any], step: int) -> None:
-        """Check entries that are sound by themselves against each other, and against the steps taken.
-
-        Raises:
-            CheckpointCorruptError: they contradict each other.
-        """
-        windows, reports = sum(count for _, count in state["windows"]), state["reports"]
-        seen, in_epoch, epoch = state["samples_seen"], state["epoch_seen"], state["epoch"]
-        if sum(size * count for size, count in state["windows"]) != in_epoch:
-            refuse("windows", f"do not sum to epoch_seen, {in_epoch}")
-        # Each epoch before this one had a window, and each window a sample.
-        if windows + epoch > step or (not epoch and windows != step):
-            refuse("windows", f"are {windows} of epoch {epoch}, after {step} steps")
-        before = seen - in_epoch
-        if before < epoch or (not epoch and before) or (self._num_samples and before > epoch * self._num_samples):
-            refuse("samples_seen", f"is {seen}, with {in_epoch} of them in epoch {epoch}")
-        if state["epoch_samples"] != self._num_samples and self._num_samples is not None:
-            refuse("epoch_samples", f"is {state['epoch_samples']}, not {self._num_samples}")
-        if len(reports) != min(step, REPORTS):
-            refuse("reports", f"are {len(reports)} after {step} steps")
-        for index, report in enumerate(reports):
-            if sum(report["micro_batches"]) != report["effective_batch"]:
-                refuse(f"reports[{index}].micro_batches", f"do not sum to {report['effective_batch']}")
-        for index, (first, second) in enumerate(pairwise(reports), start=1):
-            if second["step"] != first["step"] + 1:
-                refuse(f"reports[{index}].step", f"is {second['step']}, after {first['step']}")
-            if second["num_samples"] != first["num_samples"] + second["effective_batch"]:
-                refuse(f"reports[{index}].num_samples", f"is {second['num_samples']}, after {first['num_samples']}")
-        if reports and (reports[-1]["step"], reports[-1]["num_samples"]) != (step, seen):
-            refuse(f"reports[{len(reports) - 1}]", f"is not of the last step, {step}, after {seen} samples")
-
-
-def _saved(report: StepReport) -> dict[str, Any]:
-    """Return the fields of a report; outputs, which came later than others, only where there are any."""
-    # As the checkpoints of older versions are, which know none.
-    saved = asdict(report)
-    if not report.outputs:
-        del saved["outputs"]
-    return saved
-
-
-def _check_outputs(value: Any, entry: str) -> None:
-    """Check the outputs of a report: means by their names, which are the user's."""
-    a(dict)(value, entry)
-    for name, mean in value.items():
-        a(str)(name, entry)
-        _ANY_NUMBER(mean, below(entry, name))
-
-
-# Losses of a run that diverged are not finite, nor is the rate of an optimizer that has none; a scale may be infinite.
-_ANY_NUMBER = number(finite=False, nan=True)
-_REPORT = of_record(
-    StepReport,
-    micro_batches=PLAN,
-    loss=_ANY_NUMBER,
-    lr=_ANY_NUMBER,
-    grad_norm=optional(_ANY_NUMBER),
-    noise_scale=optional(number(finite=False)),
-    outputs=_check_outputs,
-)
 
 
 class Sizes:

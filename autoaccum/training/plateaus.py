@@ -6,23 +6,20 @@ stops, or slows down, after the same window. Every rank hears the same validatio
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import Any, Literal
 
 import torch
+from torch.nn import functional
 
 from autoaccum import _checks
-from autoaccum._kinds import Check, a, entries, number, one_of, optional, whole
 from autoaccum.errors import ArgumentError, ConflictingArgumentsError, StopTraining
-from autoaccum.events import Record, Started, StepReport, Validated
-from autoaccum.reporting.lines import means_of
-from autoaccum.training import reported
+from autoaccum.events import Record, Started, Validated
 from autoaccum.training.hooks import Ready
 from autoaccum.training.options import FitArguments
 from autoaccum.training.synonyms import answering, meant_by
 
 State = dict[str, Any]
-_OF: dict[str, Check] = {"metric": a(str), "mode": one_of("min", "max")}  # which earlier versions did not save
 
 
 class Watch(Ready):
@@ -42,7 +39,6 @@ class Watch(Ready):
         _checks.one_of("mode", mode, ("min", "max"))
         self.mode = mode
         self.min_delta = _checks.number_between("min_delta", min_delta, 0)
-        self._is_known = True  # as far as no run has been looked at
         self._forget()
 
     def _forget(self) -> None:
@@ -60,9 +56,8 @@ class Watch(Ready):
         if arguments.validation_data is None:
             cure = "It goes by validations: pass what to validate on."
             raise ArgumentError("callbacks", type(self).__name__, "validation_data beside it", cure)
-        known, may_be_more = reported.of_arguments(arguments)
-        self._is_known = self.metric in known
-        if not (self._is_known or may_be_more):
+        known = {"loss", *(arguments.metrics or ())}
+        if self.metric not in known and _returns_loss_alone(arguments.loss_fn):
             raise self._refused(known)
 
     def __call__(self, record: Record, trainer: Any) -> None:
@@ -71,22 +66,10 @@ class Watch(Ready):
             if trainer.step == 0:  # the same object may have been in a run before
                 self._forget()
             self._begin()
-        elif isinstance(record, StepReport):
-            if not self._is_known:
-                self._look(record, trainer)
         # Each validation comes by once: one that an earlier process has had is in the state that was put back.
         elif isinstance(record, Validated):
             self._hear(self._value(record))
             self._act(trainer)
-
-    def _look(self, report: StepReport, trainer: Any) -> None:
-        """Refuse a name that no validation will report, once a window has shown what stands beside the loss."""
-        self._is_known = True  # or it cannot be told before a validation
-        if self.metric in means_of(report.outputs):
-            return
-        known = reported.after_window(report, trainer)
-        if known is not None and self.metric not in known:
-            raise self._refused(known)
 
     def _begin(self) -> None:
         """Look at where the run goes on."""
@@ -122,28 +105,25 @@ class Watch(Ready):
         else:
             self.num_bad += 1
 
-    _checked: Callable[[Any, str], None] = staticmethod(
-        entries({"best": optional(number(finite=False)), "num_bad": whole()}, optionally=_OF)
-    )
-
     def state_dict(self) -> State:
         """Return the best value, and how many validations were since; and of what."""
         return {"best": self.best, "num_bad": self.num_bad, "metric": self.metric, "mode": self.mode}
 
     def load_state_dict(self, state: State) -> None:
-        """Put back what ``state_dict`` returned.
-
-        Raises:
-            CheckpointCorruptError: it is none of it.
-        """
-        # Checked here, for what the state of a callback may be no one else knows.
-        self._checked(state, "callbacks.state")
+        """Put back what ``state_dict`` returned."""
         # Of another metric, or in the other direction, the best one says nothing of those to come.
-        of = state.get("metric", self.metric), state.get("mode", self.mode)
-        self.begins_anew = of != (self.metric, self.mode)  # the same object may have been in a run before
+        is_same = (state["metric"], state["mode"]) == (self.metric, self.mode)
+        self.begins_anew = not is_same  # the same object may have been in a run before
         if self.begins_anew:
             return
         self.best, self.num_bad = state["best"], state["num_bad"]
+
+
+def _returns_loss_alone(loss_fn: Any) -> bool:
+    """Return whether a loss is a function or class of PyTorch's own; other losses may return further values by name."""
+    if type(loss_fn).__module__ == "torch.nn.modules.loss":
+        return True
+    return loss_fn is not None and getattr(functional, getattr(loss_fn, "__name__", ""), None) is loss_fn
 
 
 class KeepBest(Watch):
@@ -312,10 +292,6 @@ class ReduceOnPlateau(Watch):
                 rate.fill_(lower)
             else:
                 group["lr"] = lower
-
-    _checked = staticmethod(
-        entries({"best": optional(number(finite=False)), "num_bad": whole(), "resting": whole()}, optionally=_OF)
-    )
 
     def state_dict(self) -> State:
         """Return the best value, how many validations were since, and what is left of a cooldown."""

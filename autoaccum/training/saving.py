@@ -15,7 +15,6 @@ import torch
 from torch.utils.data import DataLoader
 
 from autoaccum import _checks
-from autoaccum._kinds import refuse, shown
 from autoaccum.data.base import Source
 from autoaccum.data.sources import shuffles
 from autoaccum.errors import ArgumentError, CheckpointError
@@ -25,13 +24,13 @@ from autoaccum.memory.oom import insist, is_out_of_memory, named
 from autoaccum.planning.schedules import Schedule
 from autoaccum.runs import configuration
 from autoaccum.runs.checkpoint import Checkpoint
-from autoaccum.runs.details import details_of
 from autoaccum.runs.directory import RunDirectory
 from autoaccum.runs.states import pack
 from autoaccum.runs.writers import Writers
 from autoaccum.training import recipes
 from autoaccum.training.best import Validations
 from autoaccum.training.declarations import values_of
+from autoaccum.training.learning_rate import LearningRate
 from autoaccum.training.options import OF_FIT, FitArguments
 from autoaccum.window.modules import State
 
@@ -66,19 +65,17 @@ def configuration_of(
     schedule: Schedule,
     source: Source,
     optimizer: torch.optim.Optimizer,
-    num_steps: int | None,
+    learning_rate: LearningRate,
     judge: Any,
 ) -> dict[str, Any]:
     """Return what was asked for; under "trained" what a run that goes on has to have in common with this one.
-
-    Under "details" is what came later than the first version of the format, and is no part of ``config.json``.
 
     Args:
         arguments: of the run.
         schedule: of the effective batch.
         source: the data.
         optimizer: as it is before the first step.
-        num_steps: those that the lr_scheduler was told of.
+        learning_rate: its scheduler, if any.
         judge: the run's ``KeepBest``; None without one.
     """
     # The model and the data are described apart, by more than their names.
@@ -87,7 +84,9 @@ def configuration_of(
     given["metrics"] = ", ".join(arguments.metrics or ()) or None
     model, last = arguments.model, arguments.modules()[-1]
     with named("the data were described for config.json"):
-        description, content = source.description(), source.content()
+        description = source.description()
+        if (content := source.content()) is not None:
+            description["content"] = content
     trained = {
         "model": configuration.describe_model(model),
         # A loss or a training step that is a module may have parameters to train too.
@@ -96,22 +95,22 @@ def configuration_of(
         "effective_batch": str(schedule),
         "optimizer": configuration.describe_optimizer(optimizer),
         # The scheduler's own state is in checkpoints; told of another number of steps it would go on otherwise.
-        "steps of the lr_scheduler": num_steps,
+        "steps of the lr_scheduler": learning_rate.num_steps,
         **configuration.plain(
             {name: given[name] for name, argument in OF_FIT.items() if argument.decides == "training"}
         ),
     }
-    # Of a run by the command line. Not among those that came later, for a run without them had defaults alone.
+    if learning_rate.scheduler is not None:
+        trained["lr_scheduler"] = type(learning_rate.scheduler).__name__
+    # Of a run by the command line.
     if parameters := recipes.passed.get():
         trained[configuration.PARAMETERS] = configuration.plain(parameters)
-    functions = {name: getattr(arguments, name) for name in ("loss_fn", "training_step", "num_items", "collate_fn")}
-    details = details_of({"model": model} | ({"loss": last} if last is not model else {}), functions, content)
     if isinstance(arguments.data, DataLoader):  # which says so itself
         given["shuffle"] = shuffles(arguments.data)
     described = {"model": type(model).__name__, **configuration.plain(given)}
     if judge is not None:
         described["keep_best"] = {"metric": judge.metric, "mode": judge.mode}
-    return {**described, "trained": trained, "details": details}
+    return {**described, "trained": trained}
 
 
 def open_directory(
@@ -155,9 +154,6 @@ def _resume(run: Run, directory: RunDirectory) -> Resumed | None:
     """
 
     def take(found: Checkpoint, weights: Any, state: Any) -> None:
-        engine = state.get("engine")
-        if isinstance(engine, dict) and engine.get("step") != found.step:
-            refuse("engine.step", f"is {shown(engine.get('step'))}, in the checkpoint of step {found.step}")
         run.load_state_dict(weights, state)
 
     try:

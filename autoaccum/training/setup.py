@@ -30,7 +30,6 @@ from autoaccum.memory.devices import find_device, memory_of
 from autoaccum.memory.limit import Limit, MemoryLimit
 from autoaccum.memory.oom import room_for_model
 from autoaccum.planning.budget import Budget
-from autoaccum.planning.granules import MICRO
 from autoaccum.planning.ladder import SavingMode, kinds_asked_for
 from autoaccum.planning.noise import Smoothed
 from autoaccum.planning.schedules import SMOOTHING, NoiseScale, Progress, Schedule, schedule_of
@@ -50,7 +49,7 @@ from autoaccum.training.validation_together import ValidatorOfAll
 from autoaccum.verification.examiner import Examiner
 from autoaccum.verification.joining import Joiner
 from autoaccum.verification.verdict import measure
-from autoaccum.window.batch_norm import refuse_unseen, smallest_micro_batch, statistics_of
+from autoaccum.window.batch_norm import smallest_micro_batch
 from autoaccum.window.compilations import Compilations, captures, compiled_parts, graphs_refused
 from autoaccum.window.job import Job
 from autoaccum.window.joined import JoinableTransaction, why_not_joined
@@ -310,8 +309,7 @@ def make_step(
     """
     compiled, memory, limit = compiled_of(job), place.memory, place.limit
     is_sharded = group is not None and bool(units_of(job.modules[0]))
-    refuse_unseen(job.batch_norm, job.model, job.modules, is_sharded=is_sharded)
-    smallest = smallest_micro_batch(job.modules, job.batch_norm)
+    smallest = smallest_micro_batch(job.modules)
     # Refused and not raised in silence: whoever passes 1 may count on what one sample takes.
     for name, value in (("micro_batch", micro_batch), ("max_micro_batch", max_micro_batch)):
         if value is not None and value < smallest <= (full_window or smallest):
@@ -328,9 +326,7 @@ def make_step(
         largest=min(micro_batch or 0, max_micro_batch or micro_batch or 0),
         smallest=smallest,
         floor=job.min_micro_batch,
-        granule=job.batch_norm.group,
-        # Statistics of a few samples are poor, unless they are of groups that stay as they are.
-        few_sizes=(smallest > 1 and job.batch_norm.kind == "micro") or bool(compiled),
+        few_sizes=smallest > 1 or bool(compiled),  # BatchNorm's statistics of a few samples are poor
         # Kernels and libraries are loaded when they are first used; on a CPU that is hardly more than nothing.
         warms_up=job.device.type != "cpu",
         is_enforced=limit.is_enforced,
@@ -365,7 +361,6 @@ def make_step(
             kinds=kinds,
             users=(transaction, examiner),
             is_compiled=compilations.are_there,
-            is_given=not tuner.searching,
         ),
         memory=memory,
         limit=limit,
@@ -405,8 +400,6 @@ def _why_nothing_is_saved(job: Job, *, is_sharded: bool) -> str | None:
     """Return why no memory of a run is saved, however little there is; None where some may be."""
     if is_sharded:
         return "a forward of a sharded model that is computed again would have to be on all ranks at once"
-    if job.batch_norm != MICRO:
-        return f"batch_norm={str(job.batch_norm)!r} computes forwards of its own"
     return None
 
 
@@ -445,8 +438,6 @@ def step_of(
         split=checked[split_of],
         device=place.device,
         precision=arguments.precision,
-        state=arguments.state,
-        batch_norm=checked[statistics_of],
     )
     # The same that an Accumulator makes: what is between the windows is all that differs.
     step = make_step(

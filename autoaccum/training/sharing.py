@@ -14,10 +14,10 @@ from autoaccum.ranks.shares import Share
 class Sharing:
     """The shares of one run, as one of its ranks sees them."""
 
-    def __init__(self, group: Group, balance: Balance, smallest: int, granule: int = 1) -> None:
+    def __init__(self, group: Group, balance: Balance, smallest: int) -> None:
         """Begin with equal shares; see ``Shares``."""
         self._group = group
-        self._shares = Shares(group.size, balance, smallest, granule)
+        self._shares = Shares(group.size, balance, smallest)
         self._stints: Sequence[Stint] = ()  # of the last of the largest windows
         self._busy, self._waited = [0.0] * group.size, [0.0] * group.size
         self._was: tuple[int, ...] = ()  # the shares of a full window that were told last

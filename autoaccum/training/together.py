@@ -11,9 +11,8 @@ from torch.utils.data import DataLoader
 
 from autoaccum.data import batches, randomness
 from autoaccum.data.base import Source, Window
-from autoaccum.data.contents import digest_of
+from autoaccum.data.digests import digest_of
 from autoaccum.errors import ArgumentError
-from autoaccum.planning.granules import Statistics
 from autoaccum.ranks.group import Group
 from autoaccum.ranks.units import units_of
 from autoaccum.training.followed import Followed, Mark
@@ -40,7 +39,7 @@ def refuse(arguments: FitArguments) -> None:
         _refuse_sharded(arguments)
 
 
-def refuse_options(modules: Sequence[nn.Module], min_micro_batch: int | None, statistics: Statistics) -> None:
+def refuse_options(modules: Sequence[nn.Module], min_micro_batch: int | None) -> None:
     """Refuse what ranks cannot do together where each has a part of a batch alone.
 
     Raises:
@@ -50,13 +49,9 @@ def refuse_options(modules: Sequence[nn.Module], min_micro_batch: int | None, st
         if units_of(module):
             cure = "Pass it to fit, whose ranks run as many micro-batches each, or do not call fully_shard."
             raise ArgumentError("model", type(module).__name__, "a model that each rank has all of", cure)
-    # All are of all samples of the batch, which no rank has: groups go on where the part of the rank before has ended.
-    groups = str(statistics) if statistics.kind == "ghost" else None
-    given = {"min_micro_batch": min_micro_batch, "batch_norm": groups}
-    for name, value in given.items():
-        if value not in (None, 1):
-            cure = "No rank has all samples of the batch: leave it out, or use fit, whose ranks read all of the data."
-            raise ArgumentError(name, value, "nothing of the kind with several ranks", cure)
+    if min_micro_batch not in (None, 1):
+        cure = "No rank has all samples of the batch: leave it out, or use fit, whose ranks read all of the data."
+        raise ArgumentError("min_micro_batch", min_micro_batch, "nothing of the kind with several ranks", cure)
 
 
 def _refuse_sharded(arguments: FitArguments) -> None:
@@ -66,7 +61,6 @@ def _refuse_sharded(arguments: FitArguments) -> None:
         # A scaler of one rank knows nothing of an overflow on another.
         "precision": arguments.precision == "fp16",
         "compile": arguments.compile,
-        "state": arguments.state == "window",
         # All ranks run as many micro-batches, whose sizes follow from that.
         "min_micro_batch": (arguments.min_micro_batch or 1) > 1,
         "micro_batch": not isinstance(arguments.micro_batch, int | str),

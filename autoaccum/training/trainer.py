@@ -61,7 +61,7 @@ from autoaccum.window.batch_norm import smallest_micro_batch
 from autoaccum.window.gradient import read_end
 from autoaccum.window.joining import SharedTransaction
 from autoaccum.window.modules import State
-from autoaccum.window.optimizers import OptimizerLike, trainable_parameters
+from autoaccum.window.optimizers import OptimizerLike, give_types_back, trainable_parameters
 from autoaccum.window.precision import Precision
 
 
@@ -100,8 +100,6 @@ class Trainer:
         patience: float = 60.0,
         precision: Precision = "fp32",
         clip_norm: float | None = None,
-        state: Literal["micro-batch", "window"] = "micro-batch",
-        batch_norm: str = "micro",
         accumulate: Literal["auto", "weighted", "joined"] = "auto",
         verify: bool = True,
         strict: bool = False,
@@ -136,13 +134,12 @@ class Trainer:
             lr_scaling=lr_scaling, base_batch=base_batch, epochs=epochs, steps=steps, samples=samples,
             micro_batch=micro_batch, max_micro_batch=max_micro_batch, min_micro_batch=min_micro_batch,
             memory_limit=memory_limit, headroom=headroom, memory_saving=memory_saving, patience=patience,
-            precision=precision, clip_norm=clip_norm, state=state, batch_norm=batch_norm, accumulate=accumulate,
-            verify=verify, strict=strict, compile=compile, device=device, ranks=ranks, balance=balance,
-            compression=compression, seed=seed, shuffle=shuffle, drop_last=drop_last, collate_fn=collate_fn,
-            split=split, batch_dim=batch_dim, num_workers=num_workers, validation_data=validation_data,
-            validate_every=validate_every, metrics=metrics, run_dir=run_dir, checkpoint_every=checkpoint_every,
-            keep_checkpoints=keep_checkpoints, resume=resume, noise_scale=noise_scale, cache=cache, callbacks=callbacks,
-            progress=progress,
+            precision=precision, clip_norm=clip_norm, accumulate=accumulate, verify=verify, strict=strict,
+            compile=compile, device=device, ranks=ranks, balance=balance, compression=compression, seed=seed,
+            shuffle=shuffle, drop_last=drop_last, collate_fn=collate_fn, split=split, batch_dim=batch_dim,
+            num_workers=num_workers, validation_data=validation_data, validate_every=validate_every, metrics=metrics,
+            run_dir=run_dir, checkpoint_every=checkpoint_every, keep_checkpoints=keep_checkpoints, resume=resume,
+            noise_scale=noise_scale, cache=cache, callbacks=callbacks, progress=progress,
         )  # fmt: skip
         with current_device_kept(), named("the run was set up"):
             self._set_up(given)
@@ -241,8 +238,8 @@ class Trainer:
         self._tuner = step.tuner
         self._noise = None if noise is None else MeasuredNoise(noise, step, is_shared=self._group is not None)
         # Of fewer samples a rank can compute no loss.
-        fewest = max(arguments.min_micro_batch or 1, smallest_micro_batch(arguments.modules())), self._tuner.granule
-        self._sharing = None if self._group is None else Sharing(self._group, arguments.balance, *fewest)
+        fewest = max(arguments.min_micro_batch or 1, smallest_micro_batch(arguments.modules()))
+        self._sharing = None if self._group is None else Sharing(self._group, arguments.balance, fewest)
         self._cache = setup.cache_of(arguments, place, self.optimizer, self._tuner) if self._is_first else None
         self._validator = setup.validator_of(arguments, checked, place, called, step, self._emit)
         self._pace = Pace(self.schedule, budget, num_samples=epoch_samples, drop_last=drop_last, plans=plans, step=step)
@@ -290,6 +287,7 @@ class Trainer:
                 tell_failure(self._callbacks, error)
                 raise
             finally:
+                give_types_back(self.optimizer)  # another may step on what it leaves
                 # What was measured is true of a run that failed too, and spares the next one the same search.
                 if self._cache is not None:
                     self._cache.keep(self._tuner)
@@ -376,8 +374,9 @@ class Trainer:
         self._emit(notices.started(self.num_steps, self.num_samples, self.device, self.limit_bytes, self.memory.used()))
         if self._resumed is not None:
             self._emit(self._resumed)
-        found = [] if self._directory is None else self._directory.notices(goes_on=not is_finished)
-        for notice in found + (self._hooks.notices if self._resumed is not None else []):
+        if self._directory is not None and self._directory.passed_over is not None:
+            self._step.announcer.say(self._directory.passed_over)
+        for notice in self._hooks.notices if self._resumed is not None else []:
             self._step.announcer.say(notice)
         for notice in data_notices.of_data(self._arguments, self._source.num_samples, self._pace.asked):
             self._step.announcer.say_once(notice)
@@ -534,7 +533,7 @@ class Trainer:
 
     def configuration(self) -> dict[str, Any]:
         """Return what was asked for, as plain values."""
-        parts = self.schedule, self._source, self.optimizer, self._learning_rate.num_steps, self._hooks.judge()
+        parts = self.schedule, self._source, self.optimizer, self._learning_rate, self._hooks.judge()
         return saving.configuration_of(self._arguments, *parts)
 
     def state_dict(self) -> tuple[State, State]:

@@ -15,8 +15,8 @@ from autoaccum.memory.oom import RanOut, attempt, is_out_of_memory
 from autoaccum.runs.checkpoint import Checkpoint
 from autoaccum.runs.states import Packed, pack
 from autoaccum.runs.tensor_files import as_bytes
-from autoaccum.training.optimizer_attributes import OptimizerAttributes, with_wrapped
-from autoaccum.window.modules import State
+from autoaccum.training.optimizer_attributes import OptimizerAttributes
+from autoaccum.window.modules import State, with_wrapped
 from autoaccum.window.optimizers import allocate_state, with_types_of
 
 _TIMES = 4
@@ -50,7 +50,7 @@ def _tried(run: Any, checkpoint: Checkpoint) -> str:
     weights, state = checkpoint.load()
     state.pop("trained", None)
     try:
-        copied.load_trained(*copied.checked(weights, state))
+        copied.load_trained(*copied.placed(weights, state))
         found = _entries(*copied.trained())
     except Exception as error:
         if is_out_of_memory(error):

@@ -11,10 +11,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from autoaccum._kinds import entries, every, one_of
 from autoaccum.data import batches, randomness
 from autoaccum.data.base import Source, Window, in_order
-from autoaccum.errors import ArgumentError, DataError, EmptyDatasetError, LossWithoutGradError, NothingFitsError
+from autoaccum.errors import DataError, EmptyDatasetError, LossWithoutGradError, NothingFitsError
 from autoaccum.events import Event, Notice, OutOfMemory, Validated
 from autoaccum.loss.counting import count_items
 from autoaccum.loss.functions import inputs_and_targets
@@ -30,7 +29,6 @@ from autoaccum.memory.oom import RanOut, attempt, insist, is_out_of_memory
 from autoaccum.memory.waiting import Patience, Shortage
 from autoaccum.planning.attempts import Piece
 from autoaccum.planning.limits import CLEARLY_OVER, Limits
-from autoaccum.planning.saved import TRIALS
 from autoaccum.planning.trials import Trials
 from autoaccum.training.evaluating_joined import JoinedEvaluations
 from autoaccum.training.metrics import Metrics, SharedTree, Sums
@@ -51,9 +49,6 @@ _LOSS_GRAPH = "the loss's graph"
 _GRAPH_ALONE = "the graph alone"
 # As in training: for code that asks for gradients itself, and so needs what a backward does.
 _WHOLE_GRAPH = "all of the graph"
-
-SAVED = entries({"history": TRIALS, "ways": every(one_of(_LOSS_GRAPH, _GRAPH_ALONE, _WHOLE_GRAPH))})
-"""What the state of a validator may be."""
 
 
 class Validator:
@@ -327,22 +322,11 @@ class Validator:
                 metrics.check(two, 2 * few)
                 # What is compared with one row, or with two classes, is broadcast by chance; of three it is not.
                 metrics.measure(SharedTree(self._source.example(3 * few)), lambda: self._source.example(3 * few))
-                self._try_padding(metrics, few)
         except EmptyDatasetError:
             raise EmptyDatasetError("validation_data", _NOTHING) from None
         finally:
             attributes.restore()
             snapshot.restore()
-
-    def _try_padding(self, metrics: Metrics, few: int) -> None:
-        """Call each function on samples of different lengths, as far as they may stand alone, and beside each other."""
-        try:
-            metrics.check_padding(self._source.uneven(few), few)
-        except ArgumentError:
-            raise
-        except Exception:
-            # Whoever batches samples of one length only need not be able to compute others; a pass says what is wrong.
-            pass
 
     @contextmanager
     def _evaluating(self) -> Iterator[None]:

@@ -93,11 +93,6 @@ def loss_tolerance_of(parameters: Sequence[torch.Tensor]) -> float:
     return 1e-12 if tolerance_of(parameters) < TOLERANCE else 2e-6
 
 
-def is_another(loss: float, other: float, parameters: Sequence[torch.Tensor]) -> bool:
-    """Return whether one loss is another than the other by more than rounding; of one that is NaN nothing is known."""
-    return abs(loss - other) > 10 * loss_tolerance_of(parameters) * max(abs(loss), abs(other))
-
-
 def tolerance_of(parameters: Sequence[torch.Tensor]) -> float:
     """Return the relative error up to which gradients of these parameters are the same."""
     dtypes = {p.dtype for p in parameters if p.requires_grad}

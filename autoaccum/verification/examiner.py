@@ -330,7 +330,7 @@ class Examiner:
         largest = max(here.sizes, default=0)
         if held is None or not (is_due or largest > self._largest_joined):
             return
-        pair = pair_of(here, number, most, self._job.batch_norm.group)
+        pair = pair_of(here, number, most)
         if pair is None:
             return
         self._largest_joined = max(self._largest_joined, largest)
@@ -445,7 +445,7 @@ class Examiner:
             # Of some windows one hypothesis is true by chance: the next one has to show it once more.
             self._occasions.is_changed = held not in (None, decision.hypothesis)
             if verdict.left:
-                notice = notices.left_notice(verdict.left, is_window=self._job.state == "window")
+                notice = notices.state_notice(verdict.left)
                 self._refuse_or_say(notice, None, said)
         said.append(
             Verified(
@@ -470,7 +470,6 @@ class Examiner:
             verdict.samples,
             self._job.modules,
             notices.suspected(verdict, self._suspicion()),
-            statistics=self._job.batch_norm,
             counts_items=self._job.num_items is not None,
             is_stated=self._job.reduction is not None,
         )

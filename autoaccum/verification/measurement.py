@@ -21,16 +21,13 @@ from autoaccum.loss.graph import HALVES, has_halves
 from autoaccum.loss.hypotheses import Hypothesis
 from autoaccum.loss.reductions import read, without_graph
 from autoaccum.loss.terms import NONE, Reduction
-from autoaccum.memory.oom import is_out_of_memory
 from autoaccum.planning.attempts import Piece
-from autoaccum.planning.granules import MICRO
 from autoaccum.verification.comparison import (
     OF_STATE,
     TOLERANCE,
     Error,
     any_of,
     error_of,
-    is_another,
     loss_tolerance_of,
     names_of,
     tolerance_of,
@@ -102,7 +99,6 @@ class Measurement:
         self._contributing = 0  # the most parts of a cut that have added to it
         self.left: list[str] = []
         """The names of state that is another after a window that is cut than after the whole."""
-        self._next = math.nan  # the loss that all samples have then
         self._loss, self._wanted = torch.tensor(math.nan), list[torch.Tensor | None]()  # of the whole
         self.draws_foreign = False
         """Whether Python's or NumPy's generator was drawn from."""
@@ -207,8 +203,6 @@ class Measurement:
         self.draws_foreign = self.draws_foreign or self.state.foreign_draws()
         self.moved = self.state.moved()
         self._remains.take()
-        if self.job.state == "window":
-            self._next = self._next_loss()
         if self.moved and not self._forward_only and self.tolerance < TOLERANCE:
             self.tolerance = OF_STATE
         self._loss = gradient.loss.detach()
@@ -230,8 +224,8 @@ class Measurement:
         return NONE in (map(float, counted.values()) if isinstance(counted, dict) else [float(counted)])
 
     def cuts(self, smallest: int) -> list[Cut]:
-        """Return cuts of the samples, of whole groups of BatchNorm, into parts of at least so many."""
-        return cuts_of(self.num_samples, smallest, self.job.batch_norm.group)
+        """Return cuts of the samples into parts of at least so many."""
+        return cuts_of(self.num_samples, smallest)
 
     @property
     def has_draws(self) -> bool:
@@ -278,12 +272,8 @@ class Measurement:
             errors.append(self._error(gradient))
             for p in self.parameters:
                 p.grad = None
-            # Running statistics of BatchNorm move in a way of their own where they are not a micro-batch's.
-            if len(cut) > 1 and not self.left and self.job.batch_norm == MICRO:
+            if len(cut) > 1 and not self.left:
                 self.left = names_of(self._remains.others(), self.job.modules, other="a tensor in an attribute")
-            if self.job.state == "window" and len(cut) > 1 and not self.left:
-                differs = is_another(self._next, self._next_loss(), self.parameters)
-                self.left = ["what the next loss reads"] if differs else []
             self._put_back()
             if not errors[-1].relative <= stop_above:
                 break
@@ -339,16 +329,6 @@ class Measurement:
         finally:
             self._draws, self._loss, self._wanted = kept
             self._put_back()
-
-    def _next_loss(self) -> float:
-        """Return the loss of all samples in the state that a window has left; NaN where it has none."""
-        self._transaction.snapshot.restore_random()
-        try:
-            return self.loss_of(whole := tuple(range(self.num_samples)), self.replaying(whole))
-        except Exception as error:  # of the user's code, by what it finds, which a run will tell
-            if is_out_of_memory(error):
-                raise
-        return math.nan
 
     def loss_of(self, part: Part, draws: AbstractContextManager[Any]) -> float:
         """Return the loss of some samples, by a forward of which nothing is kept."""

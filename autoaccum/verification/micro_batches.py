@@ -19,14 +19,13 @@ from autoaccum.window.job import Job
 from autoaccum.window.state import State
 
 
-def pair_of(gradient: Gradient, number: int, most: int, granule: int) -> list[tuple[range, float]] | None:
+def pair_of(gradient: Gradient, number: int, most: int) -> list[tuple[range, float]] | None:
     """Choose two of a window's largest micro-batches; None where there are none that count, or no room for both.
 
     Args:
         gradient: of the window.
         number: of it; others are taken each time.
         most: samples that there is room for in a forward.
-        granule: samples of a whole group of BatchNorm.
 
     Returns:
         the positions of the samples of each, and what it counts.
@@ -40,8 +39,6 @@ def pair_of(gradient: Gradient, number: int, most: int, granule: int) -> list[tu
     if len(of_them) < 2 or most < 2 * largest:
         return None
     pair = [of_them[(number + index) % len(of_them)] for index in range(2)]
-    # One that ends within a group, as a window may, has no other behind it.
-    pair.sort(key=lambda one: one[0][1] % granule != 0)
     return [(range(start, start + size), count) for (start, size), count in pair]
 
 

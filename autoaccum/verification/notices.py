@@ -14,7 +14,6 @@ from autoaccum.loss.conclusions import conclude
 from autoaccum.loss.graph import HALVES
 from autoaccum.loss.terms import Reduction
 from autoaccum.loss.weighting import type_of_gradient
-from autoaccum.planning.granules import MICRO, Statistics
 from autoaccum.verification.findings import FOREIGN, Decision, Verdict
 from autoaccum.window.batch_norm import count_batch_norms
 
@@ -24,11 +23,14 @@ from autoaccum.window.batch_norm import count_batch_norms
 
 _SHOWN = 3
 """Name so many tensors of a model at most."""
-_REGROUP = "Pass accumulate='joined', which is exact, or batch_norm='ghost:32' or 'frozen'; use GroupNorm or LayerNorm"
+_REGROUP = (
+    "Pass accumulate='joined', which is exact, or micro_batch=32, by which statistics are always those of 32 samples; "
+    "use GroupNorm or LayerNorm"
+)
 
 
-def batch_norm_notices(modules: Sequence[nn.Module], statistics: Statistics = MICRO) -> list[Notice]:
-    """Return what to say when windows of a model with BatchNorm are cut, and others than a micro-batch's are taken."""
+def batch_norm_notices(modules: Sequence[nn.Module]) -> list[Notice]:
+    """Return what to say when windows of a model with BatchNorm are cut."""
     # Only those that normalise by a batch: by running statistics no sample meets another.
     layers = count_batch_norms(modules)
     notice = Notice(
@@ -38,13 +40,6 @@ def batch_norm_notices(modules: Sequence[nn.Module], statistics: Statistics = MI
         cure=f"{_REGROUP} (autoaccum.convert_batch_norm), put the BatchNorm "
         "layers in eval mode, or pass micro_batch= the whole window if it fits",
     )
-    if statistics.kind != "micro":  # a layer that computes what it does by itself
-        notice = Notice(
-            cause=f"{notice.cause}, not all of which are seen to normalise by batch_norm='{statistics}'",
-            consequence=notice.consequence,
-            cure="Let layers call torch.nn.functional.batch_norm, with the rows of a sample together; or convert them: "
-            "autoaccum.convert_batch_norm(model)",
-        )
     return [notice] if layers else []
 
 
@@ -109,7 +104,6 @@ def failure_notice(
     modules: Sequence[nn.Module],
     suspicion: Notice | None,
     *,
-    statistics: Statistics = MICRO,
     counts_items: bool = False,
     is_stated: bool = False,
 ) -> Notice:
@@ -120,11 +114,10 @@ def failure_notice(
         samples: how many were measured.
         modules: the model's.
         suspicion: what the graph of the loss says against it.
-        statistics: those that BatchNorm is to normalise by.
         counts_items: whether num_items was passed.
         is_stated: whether reduction was.
     """
-    known = [*batch_norm_notices(modules, statistics), suspicion]
+    known = [*batch_norm_notices(modules), suspicion]
     unknown = _MISSTATED if is_stated and not counts_items else _unknown(counts_items=counts_items)
     found = [notice for notice in known if notice is not None] or [unknown]
     off = f"windows that are cut get a gradient {percent(decision.error)} off the whole window's"
@@ -213,18 +206,6 @@ def uncertain_notice(why: str) -> Notice:
     )
 
 
-def part_of_state_notice() -> Notice:
-    """Return what to say of state that depends on samples, where it moves once a window."""
-    return Notice(
-        cause="What forwards write to state depends on their samples, as in queues and codebooks, and with "
-        'state="window" a window leaves what its last micro-batch has written',
-        consequence="The next window finds the state of some of the samples: where its loss reads that, it is not "
-        "that of whole windows",
-        cure="Write it in the training_step and pass accumulate='joined' in place of state, by which it runs once on "
-        "the full batch; or pass micro_batch= the whole window if it fits",
-    )
-
-
 def state_notice(names: Sequence[str]) -> Notice:
     """Return what to say of state of these names that moves with each micro-batch."""
     shown = ", ".join(names[:_SHOWN]) + f" and {len(names) - _SHOWN} more" * (len(names) > _SHOWN)
@@ -235,11 +216,6 @@ def state_notice(names: Sequence[str]) -> Notice:
         cure="Leave accumulate out or pass accumulate='joined': layers that write then run once, on the full batch. Or "
         "pass micro_batch= the full batch, if it fits",
     )
-
-
-def left_notice(names: Sequence[str], *, is_window: bool) -> Notice:
-    """Return what to say of state of these names; ``is_window`` tells that it moves once a window, by state=."""
-    return part_of_state_notice() if is_window else state_notice(names)
 
 
 def drawn_once_notice() -> Notice:

@@ -55,8 +55,7 @@ def doubts(job: Job, gradient: Gradient, shown: Sequence[Reduction]) -> list[Not
     """Return why the gradient may not be that of the window, as far as that can be read, where nothing was measured."""
     if gradient.conclusion is None:
         return []
-    # Of groups, and of running statistics, nothing depends on how windows are cut.
-    said = notices.batch_norm_notices(job.modules) if job.batch_norm.kind == "micro" else []
+    said = notices.batch_norm_notices(job.modules)
     doubt = None if job.num_items is not None else _doubt(job, gradient, shown)
     return [*said, *([] if doubt is None else [notices.doubt_notice(*doubt)])]
 

@@ -130,22 +130,16 @@ def _length(entry: Any) -> float:
     return float(len(entry)) if hasattr(entry, "__len__") else 0.0
 
 
-def cuts_of(count: int, smallest: int, granule: int = 1) -> list[tuple[tuple[int, ...], ...]]:
+def cuts_of(count: int, smallest: int) -> list[tuple[tuple[int, ...], ...]]:
     """Return three cuts of ``count`` samples, each as parts of their indices, all of them different.
 
-    No part has fewer than ``smallest``: BatchNorm has no statistics of one sample. None divides a ``granule``, which
-    are samples that are normalised together; ``count`` and ``smallest`` are multiples of it.
+    No part has fewer than ``smallest``: BatchNorm has no statistics of one sample.
 
     >>> cuts_of(6, 1)
     [((0,), (1, 2), (3, 4, 5)), ((0, 1, 2), (3, 4), (5,)), ((3, 0), (4, 1), (5, 2))]
     >>> cuts_of(3, 1)
     [((0,), (1, 2)), ((0, 1), (2,)), ((1,), (0,), (2,))]
-    >>> cuts_of(4, 2, 2)
-    [((0, 1), (2, 3)), ((0, 1), (2, 3)), ((2, 3), (0, 1))]
     """
-    if granule > 1:  # the same of granules, in place of samples
-        cuts = cuts_of(count // granule, smallest // granule)
-        return [tuple(_of_granules(part, granule) for part in cut) for cut in cuts]
     permuted = _permuted(count)
     sizes: list[tuple[int, ...]]
     third = max(1, count // 6)
@@ -161,11 +155,6 @@ def cuts_of(count: int, smallest: int, granule: int = 1) -> list[tuple[tuple[int
         sizes = [(few, count - few), (count - few, few), equal]
     orders: list[Sequence[int]] = [range(count), range(count), permuted]
     return [_parts(order, parts) for order, parts in zip(orders, sizes, strict=True)]
-
-
-def _of_granules(part: Sequence[int], granule: int) -> tuple[int, ...]:
-    """Return the samples of some granules."""
-    return tuple(index * granule + sample for index in part for sample in range(granule))
 
 
 def _permuted(count: int) -> list[int]:

@@ -55,17 +55,14 @@ def measure(
         like: that state, as far as it is remembered.
         forward_only: compare losses alone, by that hypothesis alone.
     """
-    # Groups of BatchNorm are of few samples here: what sees those sees larger ones, and these may not fit twice.
-    job = replace(job, batch_norm=job.batch_norm.of_few())
-    granule = job.batch_norm.group
-    smallest = -(-max(smallest_micro_batch(job.modules, job.batch_norm), job.min_micro_batch) // granule) * granule
+    smallest = max(smallest_micro_batch(job.modules), job.min_micro_batch)
     make = partial(Measurement, job, window, written=list(written), rewind=rewind, like=like)
     why = "there is not enough memory for three samples at once"
     # Three parts of the smallest size that there may be, two of them where there is no room for more.
     for count in (MOST, _FEW, 2) if smallest < 3 else (3 * smallest, 2 * smallest):
-        count = min(count, window.num_samples, most) // granule * granule
-        if not cuts_of(count, smallest, granule):
-            if not cuts_of(window.num_samples, smallest, granule):  # a larger window will tell
+        count = min(count, window.num_samples, most)
+        if not cuts_of(count, smallest):
+            if not cuts_of(window.num_samples, smallest):  # a larger window will tell
                 return Verdict(unmeasured=f"it has no two parts of at least {smallest}", is_passing=True)
             why = f"there is no room for two parts of at least {smallest} at once"
             continue

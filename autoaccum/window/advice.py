@@ -21,7 +21,7 @@ from autoaccum.data.batches import flatten
 from autoaccum.errors import Advice, NothingFitsError
 from autoaccum.loss.stated import LossOf, total
 from autoaccum.memory.base import Memory
-from autoaccum.window.blocks import NOTHING_SAVED, SavedAlready, candidates, choose, named_blocks
+from autoaccum.window.blocks import NOTHING_SAVED, SavedAlready, blocks_of
 from autoaccum.window.job import Job
 from autoaccum.window.offloading import ABOVE_BYTES, has_host_memory
 from autoaccum.window.optimizers import sparsely_trained
@@ -116,7 +116,7 @@ def _advise(refused: Refused) -> tuple[Advice, ...]:
     """Return the advice of ``advise``, without its guard."""
     saved = refused.saved
     # A smaller state makes no more room where none of it is on the device.
-    states = [] if saved.state_bytes else _smaller_states(refused.optimizer)
+    states = [] if saved.level.offloads else _smaller_states(refused.optimizer)
     trained = _densely_trained(refused)
     measured = _measure(refused, refused.precision)
     if measured is None:
@@ -135,15 +135,15 @@ def _advise(refused: Refused) -> tuple[Advice, ...]:
     # What is done already is done under each of the other cures. By hand, small tensors are moved as well.
     above_bytes = -1 if saved.how_to_offload == "" else ABOVE_BYTES
 
-    def held_by(entries: Sequence[Entry], blocks: Sequence[str], *, elsewhere: bool = saved.is_elsewhere) -> int:
+    def held_by(entries: Sequence[Entry], blocks: Sequence[str], *, elsewhere: bool = saved.level.offloads) -> int:
         """Return the most held for a backward."""
         return most_held(entries, checkpointed=blocks, elsewhere=elsewhere, above_bytes=above_bytes)
 
-    twice = saved.blocks
+    twice = saved.level.blocks
     held = held_by(tape, twice)
     # Needed in all = ``rest``, which no cure below makes smaller but a smaller state, + the most held for a backward.
     # Gradients that are there already are in what is used.
-    rest = used_bytes - saved.state_bytes + sum(p.nbytes for p in trained if p.grad is None)
+    rest = used_bytes - _away_bytes(refused) + sum(p.nbytes for p in trained if p.grad is None)
     # It did not fit, so what is not reckoned (workspaces, fragments) makes up the difference; no cure makes it smaller.
     rest = max(rest, refused.limit_bytes + 1 - held, (refused.peak_bytes or 0) - held)
     now = rest + held
@@ -155,12 +155,13 @@ def _advise(refused: Refused) -> tuple[Advice, ...]:
         )
 
     how_twice, how_elsewhere = saved.how_to_compute_twice, saved.how_to_offload
-    best = None if how_twice is None else choose(tape, candidates(refused.modules))
+    blocks = {} if how_twice is None else blocks_of(refused.modules)
     offloads = has_host_memory(refused.device) and how_elsewhere is not None
     cures = [cure(name, now - saves, how) for name, saves, how in states]
-    if best is not None:
-        how = how_twice or _how_to_checkpoint(refused.model, best.name)
-        cures.append(cure("activation checkpointing", rest + held_by(tape, best.blocks), how))
+    if blocks:
+        kinds = " and ".join(dict.fromkeys(type(block).__name__ for block in blocks.values()))
+        how = how_twice or _how_to_checkpoint(refused.model, kinds)
+        cures.append(cure("activation checkpointing", rest + held_by(tape, tuple(blocks)), how))
     if offloads and how_elsewhere:
         # The state too, which has to be back for the step.
         away = max((saves for _, saves, _ in states), default=0)
@@ -176,8 +177,8 @@ def _advise(refused: Refused) -> tuple[Advice, ...]:
     if not cures or any(c.fits for c in cures):
         return tuple(cures)
     state = max((saves for _, saves, _ in states), default=0)
-    choices = [twice] if best is None else [twice, best.blocks]
-    ways = {saved.is_elsewhere, saved.is_elsewhere or offloads}
+    choices = [twice, tuple(blocks)] if blocks else [twice]
+    ways = {saved.level.offloads, saved.level.offloads or offloads}
     least = min(held_by(of, blocks, elsewhere=way) for of in tapes for blocks in choices for way in ways)
     together = cure("all together", rest + least - state, "these at once, with SGD" if state else "these at once")
     if together.saves_bytes > max(c.saves_bytes for c in cures):
@@ -193,9 +194,7 @@ def _measure(refused: Refused, precision: Precision) -> tuple[int, tuple[Entry, 
             warnings.simplefilter("ignore")  # what there is to warn of was said before
             batch = refused.batch()
             used_bytes = refused.memory.used()
-            named = named_blocks(refused.modules)
-            names = {name for blocks in candidates(refused.modules).values() for name in blocks}
-            blocks = {name: named[name] for name in (*names, *refused.saved.blocks)}
+            blocks = blocks_of(refused.modules)
             with autocast(precision, refused.device)():
                 forward = lambda: total(refused.loss_of(refused.model, batch))  # noqa: E731
                 return used_bytes, record(forward, refused.modules, batch, refused.device, blocks)
@@ -253,4 +252,13 @@ def _how_to_checkpoint(model: Any, blocks: str) -> str:
     for method in ("activation_checkpointing_enable", "gradient_checkpointing_enable"):  # transformers renamed it
         if callable(getattr(model, method, None)):
             return f"model.{method}()"
-    return f"torch.utils.checkpoint.checkpoint(block, x, use_reentrant=False) for each block of {blocks}"
+    return f"torch.utils.checkpoint.checkpoint(block, x, use_reentrant=False) for each {blocks}"
+
+
+def _away_bytes(refused: Refused) -> int:
+    """Return the bytes of the optimizer's state that is on the host while a window runs."""
+    if not refused.saved.level.offloads:
+        return 0
+    state = flatten(list(refused.optimizer.state.values()))[0]
+    tensors = [value for value in state if isinstance(value, torch.Tensor)]
+    return sum(one.nbytes for one in tensors if one.device == refused.device and one.nbytes > ABOVE_BYTES)

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import nn
 
 from autoaccum.loss.stated import CountItems, LossOf, Reducing, by_name
-from autoaccum.planning.granules import MICRO, Statistics
 from autoaccum.window.precision import Autocast, Precision, autocast
 
 Forward = Callable[[Any, int, int], torch.Tensor]
@@ -49,11 +48,6 @@ class Job:
     """Where everything is."""
     precision: Precision = "fp32"
     """What forwards compute in."""
-    state: Literal["micro-batch", "window"] = "micro-batch"
-    """How often state that forwards change, such as a momentum encoder, moves: with each of them, or once a window."""
-
-    batch_norm: Statistics = MICRO
-    """Whose statistics BatchNorm normalises by in training."""
 
     @property
     def functions(self) -> list[object]:

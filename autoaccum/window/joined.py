@@ -11,7 +11,6 @@ import torch
 from autoaccum.loss.terms import Reduction
 from autoaccum.memory.oom import is_out_of_memory
 from autoaccum.planning.attempts import Piece
-from autoaccum.planning.granules import MICRO
 from autoaccum.window.gradient import Gradient, Repeat
 from autoaccum.window.job import Job
 from autoaccum.window.split_calls import Layout, MovedError, NotRowsError, Ranks, UnknownCallError, joining
@@ -121,6 +120,4 @@ def why_not_joined(job: Job, *, noise_scale: bool, is_sharded: bool) -> tuple[st
         return "a model sharded by FSDP2", "Its ranks weigh their micro-batches: leave accumulate out."
     if noise_scale:
         return "noise_scale=True", "It is measured on weighted micro-batches: leave one of the two out."
-    if job.state == "window" or job.batch_norm != MICRO:
-        return "state='window' or batch_norm=", "Joined steps see the whole batch: leave state and batch_norm out."
     return None

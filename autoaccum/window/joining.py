@@ -21,7 +21,6 @@ from autoaccum.ranks.channel import undisturbed
 from autoaccum.ranks.group import Group
 from autoaccum.ranks.shares import argument_of, num_of_all_ranks
 from autoaccum.ranks.summing import Compression
-from autoaccum.window.batch_norm import Moved
 from autoaccum.window.ending import Ending
 from autoaccum.window.gradient import Gradient, Repeat
 from autoaccum.window.job import Job
@@ -62,8 +61,6 @@ class Told:
     """Parameters in the order in which their gradients came, by their places; empty where it was not looked at."""
     came_twice: bool
     """Whether a parameter's gradient came more than once in a backward."""
-    moved: Sequence[Moved] = ()
-    """How running statistics of BatchNorm are to move, forward by forward."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -194,8 +191,6 @@ class SharedTransaction(Transaction):
         self._has_given_up = False
         if self.group is not None:  # else this is being made
             self.group.summing.forget()
-            if self._forwards is not None:
-                self._forwards.moved = []
 
     def add(self, piece: Piece) -> None:
         """Add a micro-batch to the gradient: see ``Transaction.add``."""
@@ -245,7 +240,6 @@ class SharedTransaction(Transaction):
             counts_by_name=self.counts_by_name,
             arrived=() if self._order else arrived,
             came_twice=summing.came_twice,
-            moved=() if self._forwards is None else self._forwards.moved,
         )
         if summing.made:  # gradients that have come from others already
             is_made = [any(p is made for made in summing.made) for p in trained]
@@ -270,9 +264,6 @@ class SharedTransaction(Transaction):
         factor = own.guess / joined.tally.guess if joined.tally.guess else 1.0
         self._add_up(trained, joined.gradients, factor, overlaps=overlaps)
         self.outputs.hear([each.outputs for each in heard])
-        if self._forwards is not None:  # in the order of the window's groups, as one rank's forwards do
-            for each in heard:
-                self._forwards.move(each.moved)
 
     def _agree_on_order(self, heard: Sequence[Told]) -> None:
         """Agree on how the sums of coming attempts are made: it holds, whatever fails on a rank after it has heard."""

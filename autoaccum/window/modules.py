@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from copy import copy
-from functools import wraps
 from typing import Any
 
 import torch
@@ -16,6 +15,8 @@ from autoaccum.window.attributes import is_expanded
 
 State = dict[str, Any]
 """Plain values and tensors."""
+OF_TORCH = frozenset({*vars(torch.optim.Optimizer([torch.zeros(())], {})), "step", "_opt_called"})
+"""Attributes that every optimizer has, or that a learning rate scheduler sets."""
 
 
 def into_training(model: nn.Module) -> None:
@@ -97,43 +98,66 @@ def _is_same(saved: Any, present: Any) -> bool:
 
 
 def load_optimizer(optimizer: torch.optim.Optimizer, state: State) -> None:
-    """Put back an optimizer's state_dict as it was saved: the same types, in the same precision."""
-    with _uncast():
+    """Put back an optimizer's state_dict as it was saved: the same types, in the same precision.
+
+    By itself PyTorch rounds tensors to the parameter's dtype, and builds every list and text anew by calling its type.
+    Hooks avoid that, for this optimizer and for those that it wraps.
+    """
+    with ExitStack() as stack:
+        for one in with_wrapped(optimizer).values():
+            if hasattr(one, "_optimizer_load_state_dict_pre_hooks"):  # a wrapper may have none of its own
+                before, after = _uncast()
+                stack.callback(one.register_load_state_dict_pre_hook(before).remove)
+                stack.callback(one.register_load_state_dict_post_hook(after).remove)
         optimizer.load_state_dict(state)
 
 
-@contextmanager
-def _uncast() -> Iterator[None]:
-    """Have ``Optimizer.load_state_dict`` put state in place as it is given, whoever calls it: a subclass, a wrapper.
+def _uncast() -> tuple[Callable[[torch.optim.Optimizer, State], State], Callable[[torch.optim.Optimizer], None]]:
+    """Return hooks before and after ``load_state_dict`` by which an optimizer takes state as it is given."""
+    moved: dict[tuple[int, torch.device], torch.Tensor] = {}
+    saved_groups: list[State] = []
 
-    PyTorch's own rounds tensors to the parameter's dtype, and builds every list and text anew by calling its type.
-    """
-    of_torch = torch.optim.Optimizer.load_state_dict
-
-    @wraps(of_torch)
-    def load(optimizer: torch.optim.Optimizer, state_dict: State) -> None:
-        groups = zip(optimizer.param_groups, state_dict["param_groups"], strict=False)
+    def before(optimizer: torch.optim.Optimizer, state_dict: State) -> State:
+        saved_groups[:] = state_dict["param_groups"]
         of_number = {
             number: (p, saved)
-            for group, saved in groups
+            for group, saved in zip(optimizer.param_groups, saved_groups, strict=False)
             for p, number in zip(group["params"], saved["params"], strict=False)
         }
-        kept, moved = {}, dict[tuple[int, torch.device], torch.Tensor]()
+        kept = {}
         for key, value in state_dict["state"].items():
             p, group = of_number.get(key, (None, {}))
             # Under a number PyTorch casts a value. Under any other key, the parameter itself too, it leaves it alone.
             kept[key if p is None else p] = value if p is None else beside(p, value, group, moved)
-        of_torch(optimizer, {**state_dict, "state": kept})
+        return {**state_dict, "state": kept}
+
+    def after(optimizer: torch.optim.Optimizer) -> None:
         # PyTorch copies groups. A count that a group shares with the state of its parameters stays one.
         shared = {key: tensor for (key, _), tensor in moved.items()}
-        for group, saved in zip(optimizer.param_groups, state_dict["param_groups"], strict=False):
+        for group, saved in zip(optimizer.param_groups, saved_groups, strict=False):
             group.update({name: shared[id(value)] for name, value in saved.items() if id(value) in shared})
 
-    torch.optim.Optimizer.load_state_dict = load  # type: ignore[method-assign, assignment]
-    try:
-        yield
-    finally:
-        torch.optim.Optimizer.load_state_dict = of_torch  # type: ignore[method-assign]
+    return before, after
+
+
+def with_wrapped(optimizer: torch.optim.Optimizer) -> dict[str, torch.optim.Optimizer]:
+    """Return an optimizer, and those that it wraps, by what stands before their attributes: "", "inner.", "all[0]."."""
+    found: dict[str, torch.optim.Optimizer] = {}
+    seen: set[int] = set()
+    waiting: list[tuple[str, Any]] = [("", optimizer)]
+    while waiting:
+        path, value = waiting.pop()
+        if id(value) in seen:
+            continue
+        seen.add(id(value))
+        if isinstance(value, torch.optim.Optimizer):
+            before = f"{path}." if path else ""
+            found[before] = value
+            waiting += [(before + name, kept) for name, kept in vars(value).items() if name not in OF_TORCH]
+        elif isinstance(value, dict | list | tuple):
+            entries = value.items() if isinstance(value, dict) else enumerate(value)
+            waiting += [(f"{path}[{key!r}]", entry) for key, entry in entries]
+    return found
 
 
 def beside(

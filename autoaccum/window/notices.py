@@ -118,7 +118,7 @@ def not_finite(step: int, loss: float) -> Notice:
 
 
 def not_repeatable(kinds: Sequence[str], reason: str) -> Notice:
-    """Say that blocks are not computed twice, for the second time they do not come to what they came to."""
+    """Say that blocks are not computed twice, for their gradient would be another one."""
     return Notice(
         cause=f"Blocks were to be computed once more in backward, which memory asks for. {reason}",
         consequence=f"No forward of {', '.join(kinds)} is computed twice in this run",
@@ -128,21 +128,21 @@ def not_repeatable(kinds: Sequence[str], reason: str) -> Notice:
 
 
 def not_compared(saving: str) -> Notice:
-    """Say that what compiled blocks compute twice was not compared, for want of memory."""
+    """Say that the gradient of blocks that are computed twice was not compared, for want of memory."""
     return Notice(
-        cause=f"Blocks are computed once more in backward ({saving}), in compiled code, of which no operation shows. "
-        "They are compared uncompiled, and not even the smallest micro-batch fits uncompiled",
-        consequence="That compiled blocks come to the same when they are computed twice is not measured in this run",
-        cure="Leave more memory, or compile less, if a forward of your blocks reads what others write to",
+        cause=f"Blocks are computed once more in backward ({saving}), and there was no memory to compare their "
+        "gradient with the plain one",
+        consequence="Whether it is the same is not measured for some blocks in this run",
+        cure="Raise memory_limit, or train a smaller model of the same blocks once, with memory_saving='checkpoint'",
     )
 
 
-def not_restored(reason: str) -> Notice:
-    """Say that nothing is kept on the host, for it does not come back as it was."""
+def not_offloaded(reason: str) -> Notice:
+    """Say that nothing is kept on the host, for forwards fail so."""
     return Notice(
         cause=f"Tensors were to be kept on the host until backward, which memory asks for. {reason}",
         consequence="Nothing is kept on the host in this run",
-        cure="Write to no tensor through .data, and to none in a kernel of your own, once a forward has used it",
+        cure="Pass memory_saving='checkpoint', and write to no tensor once a forward has used it",
     )
 
 

@@ -1,5 +1,8 @@
 """Keeps what forwards save for their backward on the host until that asks for it, with the same bits.
 
+PyTorch's ``save_on_cpu`` gives tensors back with other strides, for which kernels may come to other bits; it copies
+parameters as well, and notices no write to what it has copied.
+
 By storage and not by tensor: of views that share one, such as the queries, keys and values of one product, one copy is
 made, and all are views of what comes back. A storage is known by the object and by the version of what is written to
 it, never by its address: the next tensor may get the address of one that is gone.
@@ -24,14 +27,9 @@ from torch.autograd.graph import saved_tensors_hooks
 from autoaccum.data.batches import flatten
 from autoaccum.loss.stated import LossOf
 from autoaccum.memory.oom import is_out_of_memory
-from autoaccum.window.checksums import checksum
 
 ABOVE_BYTES = 2**20
 """Leave storages of no more than these bytes where they are: their copies would take longer to start than to run."""
-
-
-class NotRestoredError(Exception):
-    """What was to be kept on the host, and was not there again as it was."""
 
 
 def has_host_memory(device: torch.device) -> bool:
@@ -50,16 +48,7 @@ class Offloading:
             modules: all that forwards may run; their parameters and buffers are there anyway.
             device: where tensors are to make room.
         """
-        self.is_compared = False
-        """Whether what comes back is compared with what was saved."""
-        self.compared = 0
-        """Storages that were compared, and found to have come back with the same bits."""
         self._modules, self._device = tuple(modules), device
-        self._forward: _Forward | None = None  # the one that runs
-
-    def compare(self, is_compared: bool) -> None:
-        """Compare from now on, or do not; nothing was compared yet."""
-        self.is_compared, self.compared = is_compared, 0
 
     def of_loss(self, loss_of: LossOf) -> LossOf:
         """Return a loss whose forward saves its tensors on the host, where it is computed for a backward."""
@@ -76,25 +65,15 @@ class Offloading:
     def taking(self, batch: Any) -> Iterator[None]:
         """Keep on the host what is saved within this, but for the batch, which is there anyway."""
         # Made anew for each forward: parameters may be other tensors by then, and copies are of one graph.
-        self._forward = forward = _Forward(self, self._device, _storages(self._modules, batch))
-        try:
-            with saved_tensors_hooks(forward.pack, _unpack):
-                yield
-        finally:
-            self._forward = None
-
-    def takes(self, tensor: torch.Tensor) -> bool:
-        """Return whether a tensor that were saved now would be kept on the host."""
-        return self._forward is not None and self._forward.takes(tensor)
+        forward = _Forward(self._device, _storages(self._modules, batch))
+        with saved_tensors_hooks(forward.pack, _unpack):
+            yield
 
 
 class _Forward:
     """One forward that saves its tensors on the host."""
 
-    def __init__(
-        self, offloading: Offloading, device: torch.device, there_anyway: dict[int, torch.UntypedStorage]
-    ) -> None:
-        self._offloading = offloading
+    def __init__(self, device: torch.device, there_anyway: dict[int, torch.UntypedStorage]) -> None:
         self._device = device
         self._there_anyway = there_anyway
         # Weakly, for a copy is to go with the graph that saved it.
@@ -120,25 +99,17 @@ class _Forward:
         key = id(storage), tensor._version, _stream_of(self._device)
         copy = self._copies.get(key)
         if copy is None or copy.original() is not storage:
-            copy = self._copies[key] = _Copy(storage, self._offloading)
-        elif self._offloading.is_compared:
-            copy.compare(storage, _WRITTEN)
+            copy = self._copies[key] = _Copy(storage)
         return _Moved(copy, tensor.dtype, tensor.size(), tensor.stride(), int(tensor.storage_offset()))
-
-
-_WRITTEN = "is written to after a forward has saved it, where PyTorch counts no write: through .data, or by a kernel"
 
 
 class _Copy:
     """The bits of a storage as they were at one moment, on the host; brought back once for all who hold them."""
 
-    def __init__(self, storage: torch.UntypedStorage, offloading: Offloading) -> None:
+    def __init__(self, storage: torch.UntypedStorage) -> None:
         # Weakly, for to make room for others is what this is for.
         self.original = weakref.ref(storage)
-        self._offloading = offloading
         self.device = storage.device
-        # Of the device's bits and not of the copy's, which may not have arrived. None where nothing is compared.
-        self._mark = checksum_of(storage) if offloading.is_compared else None
         self._host = host_bytes(storage.nbytes(), storage.device)
         self._host.copy_(bytes_of(storage), non_blocking=self._host.is_pinned())
         self._back: weakref.ref[torch.UntypedStorage] | None = None
@@ -146,22 +117,10 @@ class _Copy:
     def back(self) -> torch.UntypedStorage:
         """Return a storage of the device with these bits: the last one, while somebody holds it."""
         there = None if self._back is None else self._back()
-        is_first = there is None
         if there is None:
             there = on_device(self._host, self.device)
             self._back = weakref.ref(there)
-        if self._mark is not None:
-            self.compare(there, "comes back from the host with other bits" if is_first else _WRITTEN)
-            # Without this rung the graph would hold the original, and what was written to it since.
-            if (original := self.original()) is not None:
-                self.compare(original, _WRITTEN)
-            self._offloading.compared += is_first
         return there
-
-    def compare(self, storage: torch.UntypedStorage, otherwise: str) -> None:
-        """Refuse a storage that has other bits, in these words."""
-        if self._mark is not None and checksum_of(storage) != self._mark:
-            raise NotRestoredError(f"A tensor of {storage.nbytes()} bytes {otherwise}")
 
 
 # Tuples, by which whoever reads a graph knows that to ask for what they stand for computes nothing again.
@@ -237,8 +196,3 @@ def on_device(host: torch.Tensor, device: torch.device) -> torch.UntypedStorage:
     there = torch.empty(host.numel(), dtype=torch.uint8, device=device)
     there.copy_(host, non_blocking=host.is_pinned())
     return there.untyped_storage()
-
-
-def checksum_of(storage: torch.UntypedStorage) -> int:
-    """Return a checksum of the bits of a storage."""
-    return checksum(bytes_of(storage))

@@ -16,7 +16,7 @@ from torch import nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from autoaccum.data.batches import flatten
-from autoaccum.window.offloading import ABOVE_BYTES, NotRestoredError, bytes_of, checksum_of, host_bytes, on_device
+from autoaccum.window.offloading import ABOVE_BYTES, bytes_of, host_bytes, on_device
 
 
 class _View(NamedTuple):
@@ -40,8 +40,6 @@ class _Away(NamedTuple):
     views: list[_View]
     host: torch.Tensor
     original: weakref.ref[torch.UntypedStorage]
-    mark: int | None
-    """Its checksum; None where nothing is compared."""
 
 
 class OptimizerState:
@@ -55,22 +53,10 @@ class OptimizerState:
             modules: whose parameters and buffers stay where they are, be they in the state as well.
             device: where the state is to make room.
         """
-        self.is_compared = False
-        """Whether what comes back is compared with what left."""
-        self.compared = 0
-        """Storages that were compared, and found to have come back with the same bits."""
         self._optimizer, self._modules, self._device = optimizer, tuple(modules), device
         self._away: list[_Away] = []
         # By the first tensor of each storage. Kept between windows, for to pin memory takes longer than to fill it.
         self._staging: Any = WeakTensorKeyDictionary()
-
-    def compare(self, is_compared: bool) -> None:
-        """Compare from now on, or do not; nothing was compared yet."""
-        self.is_compared, self.compared = is_compared, 0
-
-    def num_bytes(self) -> int:
-        """Return the bytes of the state on the device that would make room."""
-        return sum(storage.nbytes() for storage, _ in self._there())
 
     @torch.no_grad()
     def take_out(self) -> None:
@@ -89,8 +75,7 @@ class OptimizerState:
         for storage, views in found:
             host = self._staging[views[0].tensor]
             host.copy_(bytes_of(storage), non_blocking=host.is_pinned())
-            mark = checksum_of(storage) if self.is_compared else None
-            away.append(_Away(views, host, weakref.ref(storage), mark))
+            away.append(_Away(views, host, weakref.ref(storage)))
         # A callback may read the state, or save it, in the midst of a window: by then it has to have arrived.
         if away and self._device.type != "cpu":
             torch.accelerator.current_stream(self._device).synchronize()
@@ -104,11 +89,10 @@ class OptimizerState:
 
         Raises:
             torch.OutOfMemoryError: the device has no memory.
-            NotRestoredError: what came back is not what left.
         """
         with torch.no_grad():
             while self._away:
-                views, host, original, mark = self._away[-1]
+                views, host, original = self._away[-1]
                 # Where somebody else holds it nothing was gained, but all go on sharing it.
                 storage = original()
                 if storage is None:
@@ -116,9 +100,6 @@ class OptimizerState:
                 for view in views:
                     view.move(storage)
                 self._away.pop()
-                if mark is not None and checksum_of(storage) != mark:
-                    raise NotRestoredError(f"The optimizer's state of {host.numel()} bytes comes back with other bits")
-                self.compared += mark is not None
 
     def _there(self) -> list[tuple[torch.UntypedStorage, list[_View]]]:
         """Return the storages on the device that are worth moving, each with what is a view of it."""

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch._subclasses.fake_tensor import unset_fake_temporarily
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from autoaccum.errors import (
     ArgumentError,
@@ -26,6 +27,9 @@ from autoaccum.window.surroundings import surroundings_of
 
 OptimizerLike = torch.optim.Optimizer | Callable[[list[nn.Parameter]], torch.optim.Optimizer]
 """An optimizer, or a function (params) -> optimizer."""
+
+# Parameters whose gradients' type was chosen here, and not by the user.
+_chosen: Any = WeakTensorKeyDictionary()
 
 
 def trainable_parameters(model: object, modules: Sequence[nn.Module], optimizer: object = None) -> list[nn.Parameter]:
@@ -104,14 +108,9 @@ def make_optimizer(
         ArgumentTypeError: it is no optimizer.
     """
     if optimizer is None:
-        lr = 1e-3 if lr is None else lr
-        # The fused kernel takes no complex parameters, which it says only in a step.
-        if all(p.is_floating_point() for p in parameters):
-            try:
-                return torch.optim.AdamW(parameters, lr=lr, fused=True)
-            except RuntimeError:  # a device without the kernel
-                pass
-        return torch.optim.AdamW(parameters, lr=lr)
+        found = _adamw(parameters, 1e-3 if lr is None else lr)
+        _choose_types(found)
+        return found
     if lr is not None:
         raise ConflictingArgumentsError("lr", lr, "optimizer", "Set the learning rate where the optimizer is made.")
     made: Any = optimizer
@@ -126,6 +125,16 @@ def make_optimizer(
     if needs_closure(made):
         raise refuse_closure(made)
     return made  # type: ignore[no-any-return]
+
+
+def _adamw(parameters: list[nn.Parameter], lr: float) -> torch.optim.Optimizer:
+    # The fused kernel takes no complex parameters, which it says only in a step.
+    if all(p.is_floating_point() for p in parameters):
+        try:
+            return torch.optim.AdamW(parameters, lr=lr, fused=True)
+        except RuntimeError:  # a device without the kernel
+            pass
+    return torch.optim.AdamW(parameters, lr=lr)
 
 
 def check_optimizer(
@@ -168,6 +177,7 @@ def _choose_types(optimizer: torch.optim.Optimizer) -> None:
     Raises:
         ArgumentError: it cannot step on the type that a parameter's ``grad_dtype`` asks for.
     """
+    give_types_back(optimizer)  # as a run before has chosen them, by what its own optimizer can do
     if not is_pytorchs(optimizer):
         return
     for group in optimizer.param_groups:
@@ -189,9 +199,21 @@ def _choose_types(optimizer: torch.optim.Optimizer) -> None:
                 cure = f"Or leave the parameters' grad_dtype as it is. ({str(refusal).partition(chr(10))[0]})"
                 raise ArgumentError("optimizer", type(optimizer).__name__, accepted, cure)
             if refusal is None and wanted is not asked:
-                gradient, p.grad = p.grad, None
-                p.grad_dtype = wanted
-                p.grad = None if gradient is None else gradient.to(wanted)
+                _set_type(p, wanted)
+                _chosen[p] = None
+
+
+def give_types_back(optimizer: torch.optim.Optimizer) -> None:
+    """Let parameters have gradients of their own type again, where another was chosen here."""
+    for p in [p for group in optimizer.param_groups for p in group["params"] if p in _chosen]:
+        _set_type(p, p.dtype)
+        del _chosen[p]
+
+
+def _set_type(p: torch.Tensor, of_gradient: torch.dtype) -> None:
+    gradient, p.grad = p.grad, None
+    p.grad_dtype = of_gradient
+    p.grad = None if gradient is None else gradient.to(of_gradient)
 
 
 def _refusal(kind: Any, group: dict[str, Any], p: torch.Tensor, of_gradient: torch.dtype) -> Exception | None:

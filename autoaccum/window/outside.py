@@ -17,17 +17,22 @@ _ABSENT = object()
 class Outside:
     """What a forward may change that lies in no tensor: attributes, variables of functions and what functions hold."""
 
-    def __init__(self, modules: Iterable[nn.Module], functions: Iterable[object]) -> None:
-        """Remember it as it is now."""
-        self._held = held = surroundings_of(functions)
-        layers = {id(layer): layer for module in (*modules, *held.modules) for layer in module.modules()}
-        self._attributes = Attributes([*layers.values(), *held.objects], held.containers)
+    def __init__(
+        self,
+        modules: Iterable[nn.Module],
+        functions: Iterable[object],
+        objects: Iterable[Any] = (),
+        *,
+        with_modules: bool = True,
+    ) -> None:
+        """Remember it as it is now, with the attributes of other objects, and of the modules that functions hold."""
+        held = surroundings_of(functions)
+        self.generators = held.generators
+        within = [*modules, *(held.modules if with_modules else ())]
+        layers = {id(layer): layer for module in within for layer in module.modules()}
+        self._attributes = Attributes([*layers.values(), *held.objects, *objects], held.containers)
         self._cells = [(cell, cell.cell_contents) for cell in held.cells]
         self._names = [(namespace, name, namespace[name]) for namespace, name in held.names]
-
-    def is_still(self, functions: Iterable[object]) -> bool:
-        """Return whether these functions hold the same things, and all of it is as it was."""
-        return self._held.are(surroundings_of(functions)) and not self.has_changed()
 
     def has_changed(self) -> bool:
         """Return whether anything of it is another object now."""

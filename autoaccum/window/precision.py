@@ -9,6 +9,7 @@ from typing import Any, Literal
 import torch
 
 from autoaccum.errors import ArgumentError
+from autoaccum.loss.weighting import type_of_gradient
 
 Precision = Literal["fp32", "bf16", "fp16"]
 """The type that forwards compute in: float32, or 16 bits where autocast deems them safe."""
@@ -36,6 +37,21 @@ def autocast(precision: Precision, device: torch.device) -> Autocast:
     dtype = torch.bfloat16 if precision == "bf16" else torch.float16
     # Anew for each forward: autocast keeps copies of weights in 16 bits until its context is left, and weights change.
     return lambda: torch.autocast(device.type, dtype=dtype)
+
+
+def scaler_of(precision: Precision, device: torch.device, optimizer: torch.optim.Optimizer) -> Any:
+    """Return what scales losses of a precision, so that their gradients do not vanish; None where nothing has to.
+
+    Raises:
+        ArgumentError: it cannot, for gradients that the optimizer steps on are of float16 themselves.
+    """
+    if precision != "fp16":
+        return None
+    trained = (p for group in optimizer.param_groups for p in group["params"] if p.requires_grad)
+    if any(type_of_gradient(p) is torch.float16 for p in trained):
+        cure = "Parameters and their gradients are float16. Call model.float() before you make the optimizer."
+        raise ArgumentError("precision", precision, "trained parameters in float32", cure)
+    return torch.amp.GradScaler(device.type)
 
 
 def fresh_scaler(scaler: torch.amp.GradScaler, device: torch.device) -> torch.amp.GradScaler:

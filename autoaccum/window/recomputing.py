@@ -1,8 +1,9 @@
-"""Has chosen blocks compute their forward again in backward, to the bit, so that less is held between the two.
+"""Has blocks compute their forward again in backward, by PyTorch's ``checkpoint``, so that less is held until then.
 
 ``forward`` is wrapped on the instances, for as long as a loss is computed and no longer: between windows, and within
 backward, state_dict, names, ids, hooks, ``deepcopy`` and pickling are as without. A forward that is computed again
-finds what it found: random states, buffers and attributes are as of then, and today's are put back after it.
+finds what the first one found: random states, attributes, and copies of buffers, which it writes to instead. Before a
+block is relied on, the gradient of its first call is computed both ways and compared.
 
 In compiled code it is PyTorch's compiler that computes a block again. It puts random states back, takes no block whose
 forward changes anything of Python's, and reads buffers as they are by then; so a block that writes to one is refused.
@@ -10,36 +11,42 @@ forward changes anything of Python's, and reads buffers as they are by then; so 
 
 from __future__ import annotations
 
-import weakref
-from collections.abc import Callable, Container, Iterable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
-from copy import deepcopy
+import math
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from contextvars import copy_context
+from copy import copy, deepcopy
 from functools import update_wrapper
 from types import MethodType
-from typing import Any, cast
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.parameter import is_lazy
-from torch.utils.checkpoint import CheckpointError, checkpoint, set_checkpoint_early_stop
+from torch.utils._pytree import tree_map_only
+from torch.utils.checkpoint import CheckpointError, checkpoint
 
 from autoaccum.data import randomness
 from autoaccum.data.batches import flatten
 from autoaccum.data.randomness import generator_state, set_generator_state
-from autoaccum.errors import MemoryLimitError
 from autoaccum.loss.stated import LossOf
-from autoaccum.memory.oom import is_out_of_memory
+from autoaccum.memory.oom import RanOut, attempt, is_out_of_memory
 from autoaccum.window.attributes import CONTAINERS, Attributes, StandIn, is_expanded
-from autoaccum.window.comparing import Comparison, First, Mark, NotRepeatableError, Second
 from autoaccum.window.outside import Outside, functions_run, hooks_of
 from autoaccum.window.state import State
-from autoaccum.window.surroundings import is_generator, records_among, surroundings_of
-from autoaccum.window.tape import no_trace
+from autoaccum.window.surroundings import is_generator, records_among
 
-_SMALL_BYTES = 2**20
-"""Bytes of a tensor that is copied before each forward: of larger ones a version that has moved tells whether to."""
+T = TypeVar("T")
 _ABSENT = object()
+
+
+class NotRepeatableError(Exception):
+    """A forward that cannot be computed again: its gradient would be another one."""
+
+    def __init__(self, block: nn.Module, what: str) -> None:
+        self.block = block
+        super().__init__(f"{type(block).__name__}: {what}")
 
 
 def is_refusal(error: BaseException) -> bool:
@@ -55,53 +62,38 @@ class Recomputing:
         modules: Sequence[nn.Module],
         functions: Iterable[object],
         device: torch.device,
-        is_elsewhere: Callable[[torch.Tensor], bool] = lambda tensor: False,
+        *,
+        has_values: bool = True,
     ) -> None:
         """Set up without any block.
 
         Args:
             modules: all that forwards may run.
-            functions: of the user's, which may hold generators and state of their own.
+            functions: of the user's, which may hold state of their own.
             device: whose random states there are.
-            is_elsewhere: whether a tensor that a block is given is kept elsewhere, as it is now.
+            has_values: whether tensors have any that could be compared.
         """
         self.device = device
         self.blocks: list[nn.Module] = []
         """Those whose forward is computed again; none of them lies within another."""
-        self.is_compared = False
-        """Whether each forward that is computed again is compared with the first, operation by operation."""
-        self.comparison = Comparison()
-        self.guards_all = False
-        """Whether blocks were seen to change what lies outside of them, which is put back then in all windows."""
-        self._modules, self._functions, self._is_elsewhere = tuple(modules), tuple(functions), is_elsewhere
-        self.is_within = False
-        """Whether the forward of a block is running."""
-        self.is_as_compiled = False
-        """Whether a forward that is computed again finds the buffers of now, as it does in compiled code."""
+        self.compared: list[nn.Module] = []
+        """The blocks whose gradients were found to be the same, since somebody emptied this."""
+        self.lacks_memory = False
+        """Whether a gradient could not be compared, for want of memory."""
         self.ran: set[int] = set()
         """The ids of the blocks whose forward was run in this attempt as it is written, and not compiled."""
-        self._forwards: dict[int, _Forward] = {}  # by the ids of blocks
+        self.is_within = False
+        """Whether the forward of a block is running."""
+        self._modules, self._functions, self._has_values = tuple(modules), tuple(functions), has_values
+        self._forwards: dict[int, _Forward] = {}  # by the ids of blocks, as the next two are
+        self._known: dict[int, _Held] = {}
+        self._checked: dict[int, list[tuple[object, ...]]] = {}  # the layers with which a block was compared
         # (block, name, tensor, version) of what a compiled forward must not write to, when the attempt began.
         self._untouched: list[tuple[nn.Module, str, torch.Tensor, int]] = []
-        # Marks of all layers, when it was last asked whether they have changed.
-        self._layers: list[tuple[object, ...]] | None = None
-        self._held: list[Any] = []  # generators that functions hold
-        self._known: dict[int, _Layers] = {}  # by the ids of blocks
-        # What was last found outside of a block, as long as one whose backward is still to come holds it: for in that
-        # may be what forwards came to.
-        self._found: Callable[[], Outside | None] = lambda: None
-
-    def compare(self, is_compared: bool) -> None:
-        """Compare from now on, or do not; nothing was compared yet."""
-        self.is_compared = is_compared
-        self.ran = set()
-        self.comparison.begin()
-        if is_compared:
-            self._known.clear()  # of blocks of another rung
-            self.guards_all = False  # a cache that the first forward of all has filled is changed no more
 
     def watch(self) -> None:
-        """Note the versions of all that blocks hold: see ``refuse_written``."""
+        """Begin an attempt, and note the versions of all that blocks hold: see ``refuse_written``."""
+        self.ran = set()
         # BatchNorm writes its running statistics, and in training mode computes nothing by them.
         self._untouched = [
             (block, name, tensor, tensor._version)
@@ -120,36 +112,20 @@ class Recomputing:
             if tensor._version != version:
                 raise NotRepeatableError(block, f"{name} is written to in a forward that is compiled")
 
-    @property
-    def num_run(self) -> int:
-        """Return how many of the blocks were run in this attempt at a window as they are written, and not compiled."""
-        return sum(id(block) in self.ran for block in self.blocks)
-
-    def compare_apart(self, loss: Callable[[], torch.Tensor], times: int) -> None:
-        """Compare what blocks compute twice where that is done in compiled code, of which nothing is seen.
-
-        A loss is computed uncompiled, and its gradients, so many times in a row; nothing of that is kept.
+    def compare_apart(self, loss: Callable[[], Any]) -> None:
+        """Run a forward uncompiled, of which nothing is kept, so that blocks that are compiled are compared too.
 
         Raises:
-            NotRepeatableError: a block that comes to something else with the buffers that its forward has written.
+            NotRepeatableError: a block that cannot be computed again.
+            MemoryLimitError: there is no memory to lay the state aside.
         """
-        parameters = [p for module in self._modules for p in module.parameters() if p.requires_grad]
-        self.is_compared = self.is_as_compiled = True
+        parameters = [p for module in self._modules for p in module.parameters()]
+        state = State(self._modules, functions_run(self._modules, self._functions), self.device, parameters)
         try:
-            # To its end, for compiled code computes all of a forward again, and not only what a backward has saved.
-            whole = set_checkpoint_early_stop(False)
-            with self.no_trace(), torch.compiler.set_stance("force_eager"), whole:
-                for _ in range(times):
-                    computed = loss()
-                    if computed.requires_grad:
-                        torch.autograd.grad(computed, parameters, allow_unused=True)
-        except NotRepeatableError as error:
-            if "comes to other bits" not in error.what:
-                raise
-            what = f"{error.what}, from the buffers that it has written to, as compiled code does"
-            raise NotRepeatableError(error.block, what) from None
+            with torch.compiler.set_stance("force_eager"):
+                loss()
         finally:
-            self.is_as_compiled = False
+            state.restore()
 
     def of_loss(self, loss_of: LossOf) -> LossOf:
         """Return a loss that is computed with the blocks wrapped, where it is computed for a backward."""
@@ -158,33 +134,24 @@ class Recomputing:
         def recomputed(model: Any, batch: Any) -> Any:
             if not self.blocks or not torch.is_grad_enabled():
                 return loss_of(model, batch)
-            with self.installed():
+            with self._installed():
                 return loss_of(model, batch)
 
         return recomputed
 
     @contextmanager
-    def installed(self) -> Iterator[None]:
+    def _installed(self) -> Iterator[None]:
         """Wrap the blocks within this."""
-        self._held = surroundings_of(self._functions).generators
         self._forwards = {id(block): self._forward_of(block) for block in self.blocks}
         with ExitStack() as stack:
             # A cache of keys and values would be appended to once more, and keep all of them alive.
             for config in _caching(self._modules):
                 config.use_cache = False
                 stack.callback(setattr, config, "use_cache", True)
-            for block in self.blocks:
-                stack.enter_context(self._wrapped(block))
+            for forward in self._forwards.values():
+                forward.put_on()
+                stack.callback(forward.take_off)
             yield
-
-    @contextmanager
-    def _wrapped(self, block: nn.Module) -> Iterator[None]:
-        forward = self._forwards[id(block)]
-        forward.put_on()
-        try:
-            yield
-        finally:
-            forward.take_off()
 
     def _forward_of(self, block: nn.Module) -> _Forward:
         # Accelerate and others put forwards of their own on instances: these are what is run then, and put back.
@@ -195,94 +162,62 @@ class Recomputing:
             return known
         return _Forward(self, block, own, block.forward)
 
-    @contextmanager
-    def no_trace(self) -> Iterator[None]:
-        """Put back, at its end, all that a forward has changed; no values of tensors where memory is too short."""
-        kept = self._state()
-        outside, random = self._outside(), self._random([])
-        try:
-            with no_trace(self._modules, self.device):
-                yield
-        finally:
-            outside.restore()
-            random.put_back()
-            if kept is not None:
-                kept.restore()
-
-    def _state(self) -> State | None:
-        parameters = [p for module in self._modules for p in module.parameters()]
-        try:
-            return State(self._modules, functions_run(self._modules, self._functions), self.device, parameters)
-        except MemoryLimitError:
-            return None
-
-    def _outside(self) -> Outside:
-        functions = functions_run(self._modules, self._functions)
-        # To remember it all anew takes as long as some blocks do, and nearly always it is as it was.
-        found = self._found()
-        if found is None or not found.is_still(functions):
-            found = Outside(self._modules, functions)
-            self._found = weakref.ref(found)
-        return found
-
-    def _random(self, own: Sequence[Any]) -> _Random:
-        return _Random([*own, *surroundings_of(self._functions).generators], self.device)
-
-    def moment(self, block: nn.Module, values: Sequence[Any]) -> _Moment:
-        """Return how things stand before a forward of a block that is called with these values."""
+    def held_by(self, block: nn.Module) -> _Held:
+        """Return what a forward of a block may change, as it is now."""
         # Twenty attributes of each layer, of which a forward may change any: looked at, and remembered once for all
         # windows in which they are the same.
-        layers = self._known.get(id(block))
-        if layers is None or layers.block is not block or layers.attributes.have_changed():
-            layers = self._known[id(block)] = _Layers(block)
-        # To look at their versions would hold them, and whoever writes to them now writes to no copy.
-        copied = {id(value) for value in values if isinstance(value, torch.Tensor) and self._is_elsewhere(value)}
-        return _Moment(layers, values, _Random([*layers.generators, *self._held], self.device), copied)
+        known = self._known.get(id(block))
+        if known is None or known.block is not block or known.has_changed():
+            known = self._known[id(block)] = _Held(block)
+        return known
 
     def forget(self, block: nn.Module) -> None:
-        """Drop what is kept of a block's layers from one forward to the next."""
+        """Drop what is kept of a block from one forward to the next, which may hold what a forward came to."""
         self._known.pop(id(block), None)
 
-    def layers_have_changed(self) -> bool:
-        """Return whether hooks, modes, classes or forwards of layers are others than when this was last asked."""
-        before = self._layers
-        self._layers = [
-            (type(layer), layer.training, vars(layer).get("forward"), *map(tuple, hooks_of(layer)))
-            for module in self._modules
-            for layer in module.modules()
+    def check(self, block: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any) -> None:
+        """Compare the gradient of this call, computed twice, with the plain one, unless that was done.
+
+        It is done again once hooks, modes, classes or forwards of layers are others. Nothing of it remains.
+
+        Raises:
+            NotRepeatableError: they differ by more than the plain one does from itself.
+        """
+        layers = [
+            (layer, type(layer), layer.training, vars(layer).get("forward"), *map(tuple, hooks_of(layer)))
+            for layer in block.modules()
         ]
-        return before is not None and before != self._layers
-
-    @property
-    def _looks_outside(self) -> bool:
-        # At all modules of a model, for each of its blocks: while that is measured, and where it was found necessary.
-        return self.is_compared or self.guards_all
-
-    def found_outside(self) -> Outside | None:
-        """Return what a block finds outside of it, where forwards are compared, or were seen to change that."""
-        return self._outside() if self._looks_outside else None
-
-    def forwards_around(self, forward: _Forward) -> list[_Forward]:
-        """Return this one, and where what is outside of its block is looked at all the others on blocks."""
-        return list(self._forwards.values()) if self._looks_outside else [forward]
-
-    @contextmanager
-    def guarding(self, found: Outside | None) -> Iterator[None]:
-        """Put back what the first forward found outside of its block, and in the end what there is today."""
-        if found is None:
-            yield
+        if self._checked.get(id(block)) == layers or not self._has_values:
             return
-        today = self._outside()
-        found = today if self.is_as_compiled else found
-        found.restore()
-        was_within, self.is_within = self.is_within, True
+        moment = _Moment(self, block, (*args, *kwargs.values()))
+
+        def gradient(*, is_twice: bool) -> list[_Numbers]:
+            moment.put_back(copies=True)
+            return _gradient(_Call(self, block, forward) if is_twice else forward, block, args, kwargs)
+
+        def compare() -> None:
+            plain, twice = gradient(is_twice=False), gradient(is_twice=True)
+            if twice == plain:
+                return
+            # Kernels that add in any order come to other bits each time, whatever a forward does.
+            again = gradient(is_twice=False)
+            if again == plain or not all(map(_is_rounding, plain, again, twice)):
+                raise NotRepeatableError(block, "computed again, its forward gives another gradient")
+
         try:
-            yield
+            found = attempt(lambda: _with_own_variables(compare))
+        except RuntimeError as error:
+            if "inplace operation" not in f"{error}" and "in-place operation" not in f"{error}":
+                raise  # as it would have been without
+            raise NotRepeatableError(block, "it writes to what it is given, by an inplace operation") from error
         finally:
-            self.is_within = was_within
-            # Found out by measuring: from then on in all windows.
-            self.guards_all = found.has_changed() or self.guards_all
-            today.restore()
+            moment.put_back()
+        # What it takes more than a backward is no reason to do without.
+        if isinstance(found, RanOut):
+            self.lacks_memory = True
+        else:
+            self.compared += [block]
+        self._checked[id(block)] = layers
 
 
 class _Forward(StandIn):
@@ -297,7 +232,8 @@ class _Forward(StandIn):
         update_wrapper(self, original)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        # PyTorch's compiler reads this, and what it finds in it is part of its code. All by position, as below.
+        # PyTorch's compiler reads this, and what it finds in it is part of its code. All by position: of tensors among
+        # these checkpoint sees whether they are written to before it reads them again.
         if torch.compiler.is_compiling():
             if not torch.is_grad_enabled():
                 return self._original(*args, **kwargs)
@@ -307,18 +243,16 @@ class _Forward(StandIn):
         if recomputing.is_within or not torch.is_grad_enabled():
             return self._original(*args, **kwargs)
         # As it is without, so that what is remembered of its attributes is what a second forward will find.
-        taken_off = [one for one in recomputing.forwards_around(self) if one.take_off()]
+        is_on = self.take_off()
         recomputing.is_within = True
         recomputing.ran.add(id(block))
         try:
-            call = _Call(recomputing, block, self._original, len(args), tuple(kwargs))
-            # All by position: of tensors among these checkpoint sees whether they are written to before it reads them
-            # again.
-            return checkpoint(call, *args, *kwargs.values(), use_reentrant=False, preserve_rng_state=False)
+            recomputing.check(block, self._original, args, kwargs)
+            return _Call(recomputing, block, self._original)(*args, **kwargs)
         finally:
             recomputing.is_within = False
-            for one in taken_off:
-                one.put_on()
+            if is_on:
+                self.put_on()
 
     def put_on(self) -> None:
         """Stand on the block, where it has its own forward still; the user's code may have put another there."""
@@ -350,100 +284,58 @@ class _Forward(StandIn):
 class _Call:
     """One call of a block's forward: run once as it is, and then again as it was."""
 
-    def __init__(
-        self,
-        recomputing: Recomputing,
-        block: nn.Module,
-        forward: Callable[..., Any],
-        count: int,
-        names: tuple[str, ...],
-    ) -> None:
-        self._recomputing = recomputing
-        self._block = block
-        self._forward = forward
-        self._count, self._names = count, names  # arguments by position; names of the others
+    def __init__(self, recomputing: Recomputing, block: nn.Module, forward: Callable[..., Any]) -> None:
+        self._recomputing, self._block, self._forward = recomputing, block, forward
         self._before: _Moment | None = None  # none until it has run
-        self._outside: Outside | None = None
-        self._seen: list[Mark] | None = None  # marks of what each operation came to
 
-    def __call__(self, *values: Any) -> Any:
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the forward, which is run again in backward."""
+        self._count, self._names = len(args), tuple(kwargs)
+        # Random states are put back with all else: PyTorch's would be put back alone.
+        return checkpoint(self._run, *args, *kwargs.values(), use_reentrant=False, preserve_rng_state=False)
+
+    def _run(self, *values: Any) -> Any:
         """Run the forward; the second time in the state of the first."""
         args, kwargs = values[: self._count], dict(zip(self._names, values[self._count :], strict=True))
         # Checkpoint calls this for the forward, and once more when backward asks for the first of its tensors.
         if self._before is None:
-            self._before = self._recomputing.moment(self._block, values)
-            self._outside = self._recomputing.found_outside()
-            if not self._recomputing.is_compared:
-                return self._forward(*args, **kwargs)
-            self._seen = []
-            with First(self._recomputing.comparison, self._seen, self._left_out(self._before)):
-                return self._forward(*args, **kwargs)
+            self._before = _Moment(self._recomputing, self._block, values)
+            return self._forward(*args, **kwargs)
+        before, recomputing = self._before, self._recomputing
+        # What it computes by must be what it was; of the inputs that come by position checkpoint sees to that.
+        if (written := before.written()) is not None:
+            raise NotRepeatableError(self._block, f"{written} is written to after its forward has read it")
+        today = _Moment(recomputing, self._block, values, copies=False)
+        was_within, recomputing.is_within = recomputing.is_within, True
         try:
-            with (
-                self._recomputing.guarding(self._outside),
-                self._as_it_was(self._before, values),
-                self._comparing(self._before),
-            ):
-                return self._forward(*args, **kwargs)
+            before.put_back(copies=True)
+            return self._forward(*args, **kwargs)
         except Exception as error:
             # Checkpoint ends a forward that has come to all that is wanted by an exception of its own.
             if type(error).__module__.startswith("torch") or is_out_of_memory(error) or is_refusal(error):
                 raise
             raise NotRepeatableError(self._block, f"computed again, its forward raises {error!r}") from error
-
-    @contextmanager
-    def _as_it_was(self, before: _Moment, values: Sequence[Any]) -> Iterator[None]:
-        """Put back what the first forward found, and in the end what there is today."""
-        # Today's are remembered first, whatever is put back after that.
-        random = before.random.renewed()
-        attributes = before.attributes_now()
-        if before.have_moved:  # what is kept of its layers is of use no more, and may keep what a forward came to alive
-            self._recomputing.forget(self._block)
-        # What it computes by must be what it was; of the inputs that come by position checkpoint sees to that as well.
-        written = before.written()
-        if written is not None:
-            raise NotRepeatableError(self._block, f"{written} is written to after its forward has read it")
-        # The graph is that of the first forward: of a layer that was frozen in it other tensors are saved.
-        retrained = before.retrained()
-        try:
-            for p in retrained:
-                p.requires_grad_(not p.requires_grad)
-            before.put_back(buffers=not self._recomputing.is_as_compiled)
-            yield
         finally:
-            for p in retrained:
-                p.requires_grad_(not p.requires_grad)
-            for held in attributes:
-                if held.have_changed():
-                    held.restore()
-            random.put_back()
-
-    def _comparing(self, before: _Moment) -> Any:
-        if self._seen is None:
-            return nullcontext()
-        return Second(self._recomputing.comparison, self._seen, self._block, self._left_out(before))
-
-    def _left_out(self, before: _Moment) -> Sequence[torch.Tensor]:
-        # What a forward writes to these may differ where that starts from what the first has written; what it reads
-        # of them may not.
-        return before.buffers if self._recomputing.is_as_compiled else ()
+            recomputing.is_within = was_within
+            today.put_back()
+            if before.held is not today.held:
+                recomputing.forget(self._block)
 
 
-class _Layers:
-    """The layers of a block, and what they hold for as long as their attributes stay as they are."""
+class _Held(Outside):
+    """What a forward of a block may change, as it was: attributes of its layers, and what its functions hold."""
 
     def __init__(self, block: nn.Module) -> None:
         self.block = block
         layers = list(block.modules())
         held = [value for layer in layers for value in vars(layer).values()]
-        # Not what says how they are made, in which ``installed`` switches a cache off and on: no forward writes to it.
+        # Not what says how they are made, in which a cache is switched off and on: no forward writes to it.
         configs = {id(vars(layer).get("config")) for layer in layers}
         records = records_among(value for value in held if id(value) not in configs)
-        self.owners = [*layers, *records]
-        self.attributes = Attributes(self.owners)
-        self.generators = [value for value in held if is_generator(value)]
-        parameters = [(name, p) for layer in layers for name, p in layer._parameters.items() if p is not None]
-        self.parameters = parameters
+        super().__init__([block], functions_run([block], ()), records, with_modules=False)
+        own = {id(one): one for one in (*self.generators, *filter(is_generator, held))}
+        self.generators = list(own.values())
+        self.parameters = [(name, p) for layer in layers for name, p in layer._parameters.items() if p is not None]
         # (where it stands, its name, itself) of each tensor that a forward may write to. Buffers are in a dict of their
         # own; other tensors are attributes like any other.
         spaces = [space for layer in layers for space in (vars(layer), cast("dict[str, Any]", layer._buffers))]
@@ -451,94 +343,122 @@ class _Layers:
 
 
 class _Moment:
-    """How things stood when the forward of a block began."""
+    """How things stand before a forward of a block that is called with some values."""
 
-    def __init__(self, layers: _Layers, values: Sequence[Any], random: _Random, copied: Container[int] = ()) -> None:
-        """Remember it; ``copied`` are the ids of values that will be as they are now, whatever is written to them."""
-        self.random = random
-        self._layers = layers
-        self.have_moved = False
-        """Whether attributes of layers have changed since, as of when they were last looked at."""
+    def __init__(
+        self, recomputing: Recomputing, block: nn.Module, values: Sequence[Any], *, copies: bool = True
+    ) -> None:
+        self.held = recomputing.held_by(block)
+        self._device = recomputing.device
+        self._random = randomness.get_state(self._device)
+        self._drawn = [(generator, generator_state(generator)) for generator in self.held.generators]
         # What is passed may be written to as well: a list that is appended to, a cache.
-        leaves = flatten(values)[0]
-        tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor) and id(leaf) not in copied]
-        self._objects = [leaf for leaf in leaves if _has_attributes(leaf)]
-        self._containers = [value for value in values if type(value) in CONTAINERS]
-        self._given = self._given_now()
+        leaves = flatten([value for value in values if not isinstance(value, torch.Tensor)])[0]
+        objects, containers = filter(_has_attributes, leaves), [v for v in values if type(v) in CONTAINERS]
+        self._given = Attributes(list(objects), containers)
         # Parameters are not copied, nor inputs: that they are the same still is seen by their versions.
-        self._trained = [(p, p.requires_grad) for _, p in layers.parameters]
-        named = [*layers.parameters, *(("an input", tensor) for tensor in tensors)]
-        self._versions = [(name, tensor, tensor._version) for name, tensor in named if not is_lazy(tensor)]
-        # (where it stands, its name, itself, its version, a copy) of each tensor that a forward may write to.
-        self._tensors: list[tuple[dict[str, Any], str, torch.Tensor, int, torch.Tensor]] = []
-        copies: dict[int, torch.Tensor] = {}
-        for namespace, name, tensor in layers.tensors:
-            if id(tensor) not in copies:
-                copies[id(tensor)] = tensor.detach().clone()
-            self._tensors.append((namespace, name, tensor, tensor._version, copies[id(tensor)]))
-
-    def _given_now(self) -> list[Attributes]:
-        return [Attributes(self._objects, self._containers)] if self._objects or self._containers else []
-
-    def attributes_now(self) -> list[Attributes]:
-        """Return the attributes of layers and arguments as they are by now."""
-        known = self._layers.attributes
-        # Nearly always they are what they were.
-        self.have_moved = known.have_changed()
-        return [Attributes(self._layers.owners) if self.have_moved else known, *self._given_now()]
+        self._trained = [(p, p.requires_grad) for _, p in self.held.parameters]
+        inputs = [("an input", leaf) for leaf in leaves if isinstance(leaf, torch.Tensor)]
+        named = [(name, tensor) for name, tensor in (*self.held.parameters, *inputs) if not is_lazy(tensor)]
+        self._versions = [(name, tensor, tensor._version) for name, tensor in named if not tensor.is_inference()]
+        tensors = {id(tensor): tensor for _, _, tensor in self.held.tensors if copies}
+        self._copies = {key: tensor.detach().clone() for key, tensor in tensors.items()}
 
     def written(self) -> str | None:
         """Return the name of a parameter, or of an input, that has other values since; None where none has."""
         return next((name for name, tensor, version in self._versions if tensor._version != version), None)
 
-    @property
-    def buffers(self) -> list[torch.Tensor]:
-        """Return the tensors that the forward may write to."""
-        return [tensor for _, _, tensor, _, _ in self._tensors]
-
-    def retrained(self) -> list[nn.Parameter]:
-        """Return the parameters that were trained and are frozen by now, or the other way round."""
-        return [p for p, was_trained in self._trained if p.requires_grad is not was_trained]
-
-    def put_back(self, *, buffers: bool) -> None:
-        """Put it back, after ``attributes_now``; where tensors may have moved others are put, their values stay.
-
-        Args:
-            buffers: whether to put back these tensors, too.
-        """
-        self.random.put_back()
-        if self.have_moved:
-            self._layers.attributes.restore()
-        for held in self._given:
-            if held.have_changed():
-                held.restore()
-        # In their place and not in them: what was computed since may have saved them, and would find them written to.
-        fresh: dict[int, torch.Tensor] = {}
-        for namespace, name, tensor, version, copy in self._tensors if buffers else ():
-            # By the value where it is small, for what is written through ``.data`` moves no version.
-            if tensor._version != version or tensor.nbytes <= _SMALL_BYTES:
-                if id(tensor) not in fresh:
-                    fresh[id(tensor)] = copy.clone()
-                namespace[name] = fresh[id(tensor)]
-
-
-class _Random:
-    """All random states as they were when it was made: PyTorch's, Python's, NumPy's, and those of the user's own."""
-
-    def __init__(self, generators: Sequence[Any], device: torch.device) -> None:
-        self._device = device
-        self._state = randomness.get_state(device)
-        self._generators = [(generator, generator_state(generator)) for generator in generators]
-
-    def renewed(self) -> _Random:
-        """Return the same of now."""
-        return _Random([generator for generator, _ in self._generators], self._device)
-
-    def put_back(self) -> None:
-        """Put them back; it may be done again."""
-        randomness.set_state(self._state, self._device)
-        for generator, state in self._generators:
+    def put_back(self, *, copies: bool = False) -> None:
+        """Put it back; with copies in the place of tensors that a forward may write to, or with themselves."""
+        randomness.set_state(self._random, self._device)
+        for generator, state in self._drawn:
             set_generator_state(generator, state)
+        if self.held.has_changed():
+            self.held.restore()
+        self._given.restore()
+        # The graph is that of the first forward: of a layer that was frozen in it other tensors are saved.
+        for p, was_trained in self._trained:
+            if p.requires_grad is not was_trained:
+                p.requires_grad_(was_trained)
+        # In their place and not in them: what was computed since may have saved them, and would find them written to.
+        if copies:
+            fresh = {key: copy.clone() for key, copy in self._copies.items()}
+            for space, name, tensor in self.held.tensors:
+                space[name] = fresh[id(tensor)]
+
+
+def _with_own_variables(function: Callable[[], T]) -> T:
+    """Call a function with copies of what context variables hold, in which hooks of libraries collect."""
+    context = copy_context()
+
+    def call() -> T:
+        for variable, value in context.items():
+            if type(value) in CONTAINERS:
+                variable.set(_copied(value))
+        return function()
+
+    return context.run(call)
+
+
+def _copied(value: Any) -> Any:
+    """Return a container with copies of the containers in it."""
+    if isinstance(value, dict):
+        return {key: _copied(one) for key, one in value.items()}
+    return (
+        [_copied(one) for one in value]
+        if isinstance(value, list)
+        else copy(value)
+        if type(value) in CONTAINERS
+        else value
+    )
+
+
+_Numbers = tuple[float, float, float]
+"""Of a gradient: its norm, its sum as far as it can be as large as that, and how far rounding may move both."""
+
+
+def _gradient(forward: Callable[..., Any], block: nn.Module, args: Any, kwargs: Any) -> list[_Numbers]:
+    """Return the gradient of a weighted sum of a forward's outputs, in its inputs and parameters, in a few numbers.
+
+    The gradients themselves would take the memory that is to be saved.
+    """
+    leaves: list[torch.Tensor] = [p for p in block.parameters() if p.requires_grad]
+
+    def alone(tensor: torch.Tensor) -> torch.Tensor:
+        if not tensor.requires_grad:
+            return tensor.detach().clone()  # which a forward may write to
+        leaves.append(tensor.detach().requires_grad_())
+        return leaves[-1]
+
+    given, named = tree_map_only(torch.Tensor, alone, (args, kwargs))
+    outputs = [leaf for leaf in flatten(forward(*given, **named))[0] if isinstance(leaf, torch.Tensor)]
+    outputs = [output for output in outputs if output.requires_grad]
+    if not outputs or not leaves:
+        return []
+    # Others for each feature: of what is normalised before it is returned, a plain sum has no gradient.
+    weights = [
+        torch.linspace(1, 2, one.shape[-1] if one.dim() else 1, device=one.device).to(one.dtype).expand(one.shape)
+        for one in outputs
+    ]
+    return list(map(_numbers, torch.autograd.grad(outputs, leaves, weights, allow_unused=True)))
+
+
+def _numbers(gradient: torch.Tensor | None) -> _Numbers:
+    if gradient is None or not gradient.numel():
+        return 0.0, 0.0, 0.0
+    dense = gradient.to_dense()
+    dense = torch.view_as_real(dense) if dense.is_complex() else dense
+    dtype = torch.promote_types(dense.dtype, torch.float32)
+    norm = float(torch.linalg.vector_norm(dense, dtype=dtype))
+    total = float(dense.sum(dtype=dtype)) / dense.numel() ** 0.5
+    # What is not finite is alike.
+    return (norm, total, torch.finfo(dense.dtype).eps ** 0.5) if math.isfinite(norm) else (0.0, 0.0, 1.0)
+
+
+def _is_rounding(one: _Numbers, *others: _Numbers) -> bool:
+    """Return whether gradients are the same in the first half of their digits, as a whole."""
+    norm, total, share = one
+    return all(max(abs(other[0] - norm), abs(other[1] - total)) <= share * norm for other in others)
 
 
 def _caching(modules: Iterable[nn.Module]) -> list[Any]:

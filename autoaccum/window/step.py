@@ -42,7 +42,7 @@ from autoaccum.window.joined_shares import JoinedShares
 from autoaccum.window.joining import Outcome, SharedTransaction, share_of_one
 from autoaccum.window.meter import Meter
 from autoaccum.window.moving import Moving
-from autoaccum.window.optimizers import needs_closure
+from autoaccum.window.optimizers import needs_closure, refuse_closure
 from autoaccum.window.plans import Plans
 from autoaccum.window.saving import NotSaved, Saving
 from autoaccum.window.single_samples import Refusal, SingleSampleError
@@ -231,11 +231,7 @@ class Step:
             tuner.search.gradient_bytes = sum(p.nbytes for p in self.transaction.trained() if p.requires_grad)
         self.transaction.begin(window)
         if self.saving.wants_begin and window.num_samples:
-            self.plans.saves(self.saving.begin(self._smallest_batch(window), self.number + 1))
-        # Asked here, for it is over before long, and then it is to cost the windows of a run nothing.
-        is_weighed = self.saving.contest.is_open and plan is None and window.num_samples > 0
-        if is_weighed:
-            self.plans.weigh(window, self._smallest_batch(window))
+            self.plans.saves(self.saving.begin(self.number + 1))
         if self._accumulate == "joined" and not self._is_joined and num_of_all_ranks(window) > 1:
             self._join_at_once(window)
         self._due = False
@@ -252,7 +248,7 @@ class Step:
         is_empty = not window.num_samples
         pieces = Attempt(tuner, 0, None, ()) if is_empty else tuner.window(window.num_samples, lengths, plan)
         # A reading of the clock waits for the device: only windows whose time is wanted pay for that.
-        started = meter.now() if pieces.is_timed or (is_weighed and self.plans.times_rung) else None
+        started = meter.now() if pieces.is_timed else None
         self._refusal = None
         patience = None  # of this window; it begins when there is nothing smaller to try
         # The recovery is out here, where no exception is being handled: that would pin the frames of the failed
@@ -269,10 +265,10 @@ class Step:
                 pieces = pieces.again()
             elif isinstance(outcome, Failure):
                 self.meter.release()
-                rung, step = self.saving.name, self.number + 1
+                level, step = self.saving.name, self.number + 1
                 patience = patience or Patience(self.limit, self._patience, self._emit, step=step, phase="training")
                 pieces = self._after(outcome, pieces, patience, window)
-                patience = patience if self.saving.name == rung else None  # what fails there may pass, too
+                patience = patience if self.saving.name == level else None  # what fails there may pass, too
             elif isinstance(outcome, NotSaved):
                 pieces = self._without(outcome, pieces, window)
             elif outcome.sizes or not window.num_samples:
@@ -292,8 +288,6 @@ class Step:
             is_timed = started is not None and not self.compilations.of_window
             seconds = meter.now() - (started or 0.0) - aside if is_timed else None
             pieces.committed(outcome.own, seconds)
-            if seconds is not None and is_weighed and not pieces.replays:
-                self.plans.timed(seconds, window)
         peak_bytes = meter.end_window(is_searching=tuner.search.is_on, target_bytes=tuner.limits.target_bytes)
         if peak_bytes is not None and outcome.own:
             if tuner.search.is_on:  # trials keep the limit, as far as they are foretold
@@ -435,9 +429,7 @@ class Step:
         self._piece = self._piece._replace(size=max(sizes, default=0))
         # Before the window's end, by which other ranks go on.
         if not self.saving.is_off and window.num_samples:
-            self.saving.look_for_hidden(self._smallest_batch(window), self.number + 1)
-            if self.saving.has_lost:
-                return Repeat(sizes=tuple(sizes))
+            self.saving.look_for_hidden(self._smallest_batch(window))
         outcome = self.transaction.finish()
         # Within the attempt, for to join them takes memory: where there is none, the window is run again.
         if isinstance(outcome, Gradient) and self.transaction.outputs.are_there:
@@ -710,7 +702,7 @@ class Step:
         has_settled = self.number > 0 and not self.tuner.search.is_on
         if (has_settled or piece.size <= smallest) and self._examiner.let_go():
             return pieces.again()
-        # A rung that has done before is gone back to at once: it may be had now, and what is waited for may not come.
+        # A level that has done before is gone back to at once: it may be had now, and what is waited for may not come.
         waits = piece.size <= smallest and not self.saving.has_risen
         if waits and patience.may_pass(shortage, self.tuner.limits.least_bytes):
             self.tuner.limits.heed(self.limit.read())
@@ -726,8 +718,6 @@ class Step:
                 refused = without_frames(error)
                 refused.__cause__ = shortage.error
             else:
-                if self.plans.comes_back(window, self._smallest_batch(window)):
-                    return self.tuner.window(window.num_samples, window.lengths).following(pieces)
                 self.plans.replanned(smaller.replaced, smaller.sizes, "out of memory")
                 return smaller
         if isinstance(self.transaction, JoinedShares) and self._is_joined and self._accumulate == "auto":
@@ -738,11 +728,7 @@ class Step:
             self._weigh(notices.joined_does_not_fit(self._reason))
             self.tuner.start_over(saves=False)
             return self.tuner.window(window.num_samples, window.lengths).following(pieces)
-        batch, number = self._smallest_batch(window), self.number + 1
-        if self.plans.gives_up(batch):
-            return self.tuner.window(window.num_samples, window.lengths).following(pieces)
-        room = self.plans.room(window.num_samples, self.transaction.trained())
-        told = self.saving.lower(batch, number, self.limit.bytes, shortage.needed_bytes, room)
+        told = self.saving.lower(self.number + 1, self.limit.bytes, shortage.needed_bytes)
         if told is None:
             raise refused
         self.plans.saves(told)
@@ -754,7 +740,7 @@ class Step:
         self.announcer.say(notice)
         self.plans.saves(told)
         if self.saving.is_asked_for:
-            self.plans.saves(self.saving.begin(self._smallest_batch(window), self.number + 1))
+            self.plans.saves(self.saving.begin(self.number + 1))
         # Where it does not fit without, other blocks are looked for once that has shown.
         return self.tuner.window(window.num_samples, window.lengths).following(pieces)
 
@@ -778,19 +764,19 @@ class Step:
         # A window without items counts too: schedules and records go by windows.
         self.number += 1
         if gradient.items:
-            scaler, refused = self.transaction.scaler, None
+            scaler, is_refused = self.transaction.scaler, False
             try:
                 with self.meter.stepping():
                     skipped = self._stepper.take(scaler, self.number, self.limit.bytes, gradient.overflow)
-            except WithoutClosureError as error:
-                refused, skipped = error, None
-            if refused is not None:  # out here, where no error is being handled that would pin what a replay needs
+            except WithoutClosureError:
+                is_refused = True
+            if is_refused:  # out here, where no error is being handled that would pin what a replay needs
                 self.number -= 1
-                again = again if self.transaction.scaler is None else None
-                restore, limit_bytes = self.transaction.snapshot.restore, self.limit.bytes
-                self._stepper.find_closure(refused, gradient, again, restore, self.number + 1, limit_bytes)
+                if again is None or scaler is not None:
+                    raise refuse_closure(self.job.optimizer)
                 self._closes = True
-                self.number += 1
+                self._apply_closure(gradient, again)
+                return True
             self.transaction.is_unscaled = False
             if self.meter.floor_bytes > self.tuner.limits.floor_bytes:
                 self.tuner.limits.learn_floor(self.meter.floor_bytes)
@@ -858,7 +844,7 @@ class Step:
         self.plans.announced = state["plan"]
         if state.get("uncompiled", False):
             self.compilations.forgo()
-        # What was found out on a rung is true of that rung.
+        # What was found out on a level is true of that level.
         is_same = self.saving.load_state_dict(state) if is_same_device else False
         self.tuner.saves_memory = not self.saving.is_off
         self.tuner.load_state_dict(state["tuner"], is_same_device=is_same)

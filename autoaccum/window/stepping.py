@@ -22,12 +22,11 @@ from autoaccum.errors import AlreadySteppedError, LossSideEffectError, Optimizer
 from autoaccum.events import OutOfMemory
 from autoaccum.memory.base import Memory
 from autoaccum.memory.oom import RanOut, attempt, insist
-from autoaccum.window.closures import Closure, Mark
-from autoaccum.window.gradient import Gradient
+from autoaccum.window.closures import Closure
+from autoaccum.window.modules import OF_TORCH
 from autoaccum.window.optimizers import (
     is_pytorchs,
     may_need_closure,
-    refuse_closure,
     refuse_graphs,
     refuse_other_gradients,
     words_of,
@@ -36,18 +35,12 @@ from autoaccum.window.surroundings import is_generator
 
 
 class WithoutClosureError(Exception):
-    """A step that was called without a closure raised before it had written anything: with one it may not."""
-
-    def __init__(self, refused: Exception, *, has_gradient: bool) -> None:
-        """Take the error that it had, and whether it has left the gradient as it was."""
-        super().__init__(str(refused))
-        self.refused = refused
-        self.has_gradient = has_gradient
+    """The first step was called without a closure, and its error says that it needs one."""
 
 
 _IF_CLOSURE = (
-    "The optimizer's step was called without a closure. If it needs one, have it say so before it writes anything, as "
-    "by a parameter without a default, def step(self, closure): then autoaccum.Accumulator gives it one."
+    "The optimizer's step was called without a closure. If it needs one, give the parameter no default, "
+    "def step(self, closure): then autoaccum.Accumulator passes one."
 )
 
 RETRIES = 2
@@ -75,8 +68,7 @@ class Stepper:
         # are counted, but of PyTorch's own: of those it is known, and is looked at only when one has failed.
         self._is_pytorchs = is_pytorchs(optimizer)
         self._is_counted = False
-        # Whether its first step is yet to show that it does without a closure.
-        self._may_need_closure = may_need_closure(optimizer)
+        self._has_stepped = False  # nor shown that it does without a closure
         self.strays = strays_of(optimizer)
         """Who else steps the optimizer."""
 
@@ -97,9 +89,8 @@ class Stepper:
 
         Raises:
             OptimizerOutOfMemoryError: memory ran out, perhaps half-way through the parameters.
-            WithoutClosureError: the very first step failed, and may not with a closure.
-            ArgumentError: the optimizer steps on something else than gradients, or differentiates them; it has taken no
-                step.
+            WithoutClosureError: the first step says that it needs a closure.
+            ArgumentError: the optimizer steps on something else than gradients, or differentiates them.
         """
         optimizer, writes = self._optimizer, self._writes
         if step == 1:  # a backward may have been the first to leave something there
@@ -112,22 +103,19 @@ class Stepper:
         elif scaler is not None:
             scale = _scale_of(scaler)
             left = [lambda: scaler.step(optimizer), scaler.update]
-        # Counters alone do not tell what is written through ``.data``.
-        mark = Mark(self._parameters()) if self._may_need_closure else None
         tries = 0
         while left:
             try:
                 with self.strays.ours():
                     outcome = attempt(left[0])
             except Exception as error:
-                if mark is None:
-                    raise
-                if mark.is_of(self._parameters()):
-                    if isinstance(error, RuntimeError) and self._does_on_graphs():
+                if not self._has_stepped and may_need_closure(optimizer):
+                    # Libraries have errors of their own for both: they are told by their texts.
+                    if "grad_fn" in str(error):
                         raise refuse_graphs(optimizer) from error
-                    if not writes.are_in_state():
-                        raise WithoutClosureError(error, has_gradient=not writes.are_in_gradients()) from error
-                error.add_note(_IF_CLOSURE)
+                    if "closure" in str(error).lower():
+                        raise WithoutClosureError from error
+                    error.add_note(_IF_CLOSURE)
                 raise
             if not isinstance(outcome, RanOut):
                 del left[0]
@@ -144,7 +132,7 @@ class Stepper:
             tries += 1
             self._memory.release()
             self._emit(OutOfMemory(step=step, phase="optimizer", micro_batch=0))
-        self._may_need_closure = False
+        self._has_stepped = True
         if not (self._is_pytorchs or self._is_counted):
             self._is_counted = writes.are_everywhere()
         # It leaves the step out when a gradient is not finite, and tells it only by a scale that falls.
@@ -162,81 +150,6 @@ class Stepper:
             outcome = attempt(lambda: self._optimizer.step(closure))  # type: ignore[arg-type]
         if isinstance(outcome, RanOut):
             raise self._out_of_memory(step, limit_bytes, is_untouched=False) from outcome.error
-
-    def find_closure(
-        self,
-        failed: WithoutClosureError,
-        gradient: Gradient,
-        again: Callable[[], Gradient] | None,
-        restore: Callable[[], None],
-        step: int,
-        limit_bytes: int,
-    ) -> None:
-        """Step with a closure where the very first step has failed without one, before anything was written.
-
-        Args:
-            failed: what that has raised.
-            gradient: of the window, which ``again`` runs once more; None where that cannot be done.
-            again: see there.
-            restore: puts the buffers and random states back that the window began with.
-            step: the number of the step.
-            limit_bytes: what may be used.
-
-        Raises:
-            ArgumentTypeError: with one it would not have failed, and there is none to give.
-            Exception: what it failed with, for a closure is not what it lacks.
-        """
-        refused = failed.refused
-        if again is None:
-            raise refuse_closure(self._optimizer) if self.does_with(gradient.loss) else refused
-        if not failed.has_gradient:  # which it has dropped, and may begin by the next time
-            restore()
-            gradient = again()
-        closure = Closure(gradient, self._optimizer, again, restore)
-        try:
-            self.take_by_closure(closure, step, limit_bytes)
-        except Exception:
-            if closure.is_called:
-                raise
-        else:
-            return
-        raise refused  # whatever it was, it was not for want of what is not asked for
-
-    def does_with(self, loss: torch.Tensor) -> bool:
-        """Return whether a step that has failed without a closure does not fail with one; it is undone."""
-        # Its gradients are not put back: this is asked where the run ends either way.
-        return self._passes(lambda: self._optimizer.step(lambda: loss))  # type: ignore[arg-type, return-value]
-
-    def _does_on_graphs(self) -> bool:
-        """Return whether a step that has failed does not fail on gradients that have a graph; it is undone."""
-        gradients = [p.grad for p in self._parameters()]
-
-        def step() -> None:
-            with torch.enable_grad():
-                for p in self._parameters():
-                    if p.grad is not None:
-                        p.grad = p.grad + 0 * (p - p.detach())
-            self._optimizer.step()
-
-        try:
-            return self._passes(step)
-        finally:
-            for p, gradient in zip(self._parameters(), gradients, strict=True):
-                p.grad = gradient
-
-    def _passes(self, step: Callable[[], Any]) -> bool:
-        """Return whether a step does not fail; parameters are put back, and state is not."""
-        kept = [p.detach().clone() for p in self._parameters()]
-        try:
-            with self.strays.ours():
-                step()
-        except Exception:
-            return False
-        finally:
-            with torch.no_grad():
-                for p, value in zip(self._parameters(), kept, strict=True):
-                    p.copy_(value)
-        return True
 
     def _parameters(self) -> list[torch.Tensor]:
         return [p for group in self._optimizer.param_groups for p in group["params"]]
@@ -258,8 +171,6 @@ def _scale_of(scaler: torch.amp.GradScaler) -> float:
 _UNCOUNTED = frozenset({"data", "data_ptr", "numpy"})
 """By which a tensor is written to past its version counter."""
 _PLAIN = (type(None), bool, int, float, complex, str, bytes, torch.Size, torch.dtype, torch.device)
-OF_TORCH = frozenset({*vars(torch.optim.Optimizer([torch.zeros(())], {})), "step", "_opt_called"})
-"""Attributes that every optimizer has, or that a learning rate scheduler sets."""
 
 
 class Writes:

@@ -198,27 +198,6 @@ def most_held(
     return most
 
 
-def most_elsewhere(entries: Sequence[Entry], *, checkpointed: Collection[str] = (), above_bytes: int = -1) -> int:
-    """Return the bytes that a forward keeps on the CPU, of each storage once; with the arguments of ``most_held``."""
-    found = {}
-    for entry in entries:
-        is_inside = _call_within(entry, checkpointed) is not None or entry.input_of not in ("", *checkpointed)
-        if entry.storage and not is_inside and entry.held_bytes > above_bytes:
-            found[entry.storage] = entry.held_bytes
-    return sum(found.values())
-
-
-def most_recomputed(entries: Sequence[Entry], checkpointed: Collection[str]) -> int:
-    """Return the bytes that forwards of these blocks save, and come to once more: of each call, each storage once."""
-    # A call that comes twice computes twice as much; a tensor that is saved twice within it is one.
-    found = {}
-    for entry in entries:
-        call = None if entry.input_of else _call_within(entry, checkpointed)
-        if call is not None and entry.storage:
-            found[call, entry.storage] = entry.held_bytes
-    return sum(found.values())
-
-
 def _call_within(entry: Entry, blocks: Collection[str]) -> int | None:
     """Return the number of the outermost call of one of these blocks that the entry lies in; None for none."""
     for name, number in entry.within:

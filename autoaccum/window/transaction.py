@@ -33,7 +33,6 @@ from autoaccum.loss.weighting import Foresight, Seeds, Tally, conclude_by, weigh
 from autoaccum.memory.oom import insist, is_out_of_memory
 from autoaccum.planning.attempts import Piece
 from autoaccum.window import contributions
-from autoaccum.window.batch_norm import forwards_of
 from autoaccum.window.contributions import Contributions, Parts
 from autoaccum.window.ending import Ending, Late
 from autoaccum.window.gradient import (
@@ -50,7 +49,7 @@ from autoaccum.window.job import Forward, Job, is_slow_to_read
 from autoaccum.window.moving import Moving
 from autoaccum.window.named import Named, counted_beforehand
 from autoaccum.window.outputs import Outputs
-from autoaccum.window.precision import fresh_scaler
+from autoaccum.window.precision import fresh_scaler, scaler_of
 from autoaccum.window.raised import of_window, tell_micro_batch
 from autoaccum.window.single_samples import may_need_another, of_one
 from autoaccum.window.snapshot import Snapshot
@@ -86,11 +85,11 @@ class Transaction:
             noise_scale: whether windows that are cut tell of the noise in their gradient.
         """
         self._job = job
-        self._autocast, self._forwards = job.autocast, forwards_of(job.batch_norm, job.modules, job.autocast)
+        self._autocast = job.autocast
         self._clip_norm = clip_norm
         self.measures_parts = noise_scale  # of the next window: for whoever says which windows are measured
         self._contributions = Contributions()
-        self.scaler = torch.amp.GradScaler(job.device.type) if job.precision == "fp16" else None
+        self.scaler = scaler_of(job.precision, job.device, job.optimizer)
         self.forward: Forward = self.plain_forward
         """How the loss of a micro-batch is computed; an examiner puts itself around it for the first windows."""
         # What windows are made of, once that is measured; None: each is taken for what its own losses show.
@@ -111,7 +110,6 @@ class Transaction:
         self._window: Window  # while one is open
         self.is_reading = False
         """Whether data are being read: what is raised then is no error of a step."""
-        self._begun: State | None = None  # how the window began, where its micro-batches begin likewise
         self._nodes = 0  # of the last forward's graph
         self.counts_by_name = isinstance(job.num_items, Mapping | list | tuple)
         """Whether the user counts the items of each of several losses; of a function its first result tells."""
@@ -148,7 +146,6 @@ class Transaction:
         if self.moving is not None:
             insist(self.moving.take, "attributes were copied")
         self.signs.of_modes(self.snapshot.modes(), has_other_layers=self.snapshot.has_other_layers)
-        self._begun = self._state() if self._job.state == "window" else None
         self.is_open, self._has_totals, self._shown_totals, self._num_repeats = True, False, None, 0
         self._begin_anew(window.num_samples)
 
@@ -178,8 +175,6 @@ class Transaction:
         Raises:
             SingleSampleError: it has one sample of several, and may need another.
         """
-        if self._begun is not None and self._sizes:
-            self._begun.restore(random=False)  # so that each finds the state that the whole window would
         self.is_reading = True
         batch = self.snapshot.read_by(lambda: self._batch_of(piece))
         self.is_reading = False
@@ -195,8 +190,7 @@ class Transaction:
 
     def _batch_of(self, piece: Piece) -> Any:
         # Samples that are served longest first gain nothing by that in one piece, and a loss may go by their order.
-        # Groups of BatchNorm are those of the pieces.
-        if piece.size == self._window.num_samples and self._job.batch_norm.kind != "ghost":
+        if piece.size == self._window.num_samples:
             return in_order(self._window)
         return self._window.micro_batch(piece.start, piece.size)
 
@@ -314,7 +308,7 @@ class Transaction:
     def plain_forward(self, batch: Any, num_samples: int, window_samples: int) -> torch.Tensor:
         """Return the loss of a micro-batch, in the job's precision."""
         self._computed = None  # that of the one before is not to take the room of this one
-        with self._autocast() if self._forwards is None else self._forwards.forward(num_samples):
+        with self._autocast():
             computed = self._job.loss_of(self._job.model, batch)
         if isinstance(computed, Computed):
             self._computed, computed = computed, computed.loss
@@ -322,7 +316,6 @@ class Transaction:
 
     def _backward(self, accumulate: Callable[[], None], size: int) -> None:
         """Add the gradient of a micro-batch; measure it by itself where that is asked for."""
-        accumulate = accumulate if self._forwards is None else self._forwards.backward(accumulate, size)
         accumulate = self._gradients.owned(accumulate)
         if not self.measures_parts or size == self._num_samples:
             accumulate()
@@ -462,7 +455,7 @@ class Transaction:
 
     def commit(self) -> None:
         """Give up the window, whose end this is, and all that was kept to run it again."""
-        self.is_open, self._begun = False, None
+        self.is_open = False
         self._foresight.commit()
         del self._window
         # Even a loss is memory of the device, which the optimizer's step may need.
@@ -485,8 +478,6 @@ class Transaction:
         self.snapshot.restore()
         if self.moving is not None:
             insist(self.moving.restore, "attributes were put back")
-        if self._begun is not None:
-            self._begun.restore()
         self._renew_scaler()
 
     def _renew_scaler(self) -> None:

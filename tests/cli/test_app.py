@@ -201,16 +201,8 @@ def test_a_recipe_serves_from_its_folder_under_any_working_directory(
         ("--batch-size", "Use --effective-batch (samples per optimizer step).\n"),
         ("--max-epochs=3", "Use --epochs (passes over the data).\n"),
         ("--epoch", "Did you mean --epochs?"),
-        (
-            "--loss-fn",
-            "Use loss_fn(outputs, targets), or training_step(model, batch). The recipe returns it: {'loss_fn': ...}.",
-        ),
+        ("--loss-fn", "The recipe returns it: {'loss_fn': ...}."),
         ("--optimizer", "The recipe returns it: {'optimizer': ...}.\n"),
-        (
-            "--early-stopping",
-            "Use callbacks=[autoaccum.callbacks.EarlyStopping(patience=3)] with validation_data. The recipe returns it: {",
-        ),
-        ("--trials", "Call autoaccum.sweep(recipe, num_trials=20), or autoaccum sweep --trials 20.\n"),
         (
             "--train-dataset",
             "Use data, the second argument (tensors, a dataset or a DataLoader). The recipe returns it: {'data': ...}.",

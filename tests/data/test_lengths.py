@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from autoaccum.data.lengths import BatchLengths, Padding, length_of, lengths_of, repeat_longest, try_twice, uneven
+from autoaccum.data.lengths import BatchLengths, Padding, length_of, lengths_of, repeat_longest, try_twice
 
 
 @dataclass
@@ -176,14 +176,3 @@ def test_what_was_seen_of_batches_outlives_the_process() -> None:
     third = BatchLengths()
     third.load_state_dict(second.state_dict())
     assert third(short, 2) == 3
-
-
-def test_uneven_items_are_the_longest_and_the_shortest_together_and_alone() -> None:
-    items = [(0, i, [7] * length) for i, length in enumerate((2, 5, 1, 3))]
-    found = uneven(items, 2)
-    assert found is not None
-    together, long, short = ([sample for _, _, sample in part] for part in found)
-    assert (together, long, short) == ([[7] * 5, [7] * 5, [7], [7]], [[7] * 5] * 2, [[7]] * 2)
-    # A collate_fn may append to them.
-    assert len({id(sample) for sample in [*together, *long, *short, items[1][2], items[2][2]]}) == 10
-    assert uneven([items[1], items[3]], 1) is None, "which are about as long"

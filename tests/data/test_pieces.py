@@ -124,7 +124,7 @@ def test_a_sample_that_draws_does_so_under_a_seed_of_its_own(draw: Callable[[], 
     np.random.randn()
     always = DrawsLate(draw, first=0)
     expected = batch(always, 0, 16)
-    assert sorted(always.read) == [*range(16)], "the first of all tells that samples draw"
+    assert sorted(always.read) == [0, *range(16)], "the first of all tells that samples draw"
     for sizes in ([16], [4] * 4, [1] * 16, [9, 7], [12, 4]):
         data = DrawsLate(draw)
         source = open_source(data, seed=0, shuffle=False, device=CPU)
@@ -156,7 +156,30 @@ def test_samples_that_draw_nothing_are_not_seeded(monkeypatch: pytest.MonkeyPatc
     data = DrawsLate(random.random, first=N)
     batch(data, 0, 16)
     assert data.read == [*range(16)]
-    assert len(seeds) == 1, "the first of all"
+    assert not seeds
+
+
+def by_initial_seed() -> float:
+    return float(torch.rand((), generator=torch.Generator().manual_seed(torch.initial_seed())))
+
+
+def forked() -> float:
+    with torch.random.fork_rng(devices=[]):
+        return float(torch.rand(()))
+
+
+@pytest.mark.parametrize("look", [by_initial_seed, forked])
+def test_what_looks_at_a_state_and_leaves_it_sees_the_same_in_every_micro_batch(look: Callable[[], float]) -> None:
+    found = []
+    for sizes in ([16], [5, 4, 7], [1] * 16):
+        torch.manual_seed(len(sizes))
+        source = open_source(DrawsLate(look, first=0), seed=0, shuffle=False, device=CPU)
+        readers = [source.read(epoch, lambda position, sizes=sizes: sizes) for epoch in range(2)]
+        windows = [reader.window(size) for reader in readers for size in sizes]
+        found.append([window.micro_batch(0, window.num_samples).tolist() for window in windows if window is not None])
+    flat = [[number for part in parts for number in part] for parts in found]
+    assert flat[0] == flat[1] == flat[2]
+    assert [len({*flat[0][:16]}), len({*flat[0]})] == [1, 2], "one an epoch"
 
 
 def test_as_many_samples_as_indices() -> None:

@@ -319,7 +319,7 @@ class TestArguments:
             ({"precision": "bf16"}, "Trainer"),
             ({"clip_norm": 1.0}, "gradient_clip_val"),
             ({"training_step": print}, "LightningModule"),
-            ({"accumulate_grad_batches": 4}, "effective_batch"),
+            ({"accumulate_grad_batches": 4}, "Leave it out"),
             ({"effective_batch": 0}, "at least 1"),
             ({"effective_batch": "auto"}, "int"),
             ({"micro": 4}, "micro_batch"),

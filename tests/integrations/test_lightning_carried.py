@@ -111,3 +111,11 @@ def test_what_is_kept_and_not_read_is_none() -> None:
     expected = run(module_of(Kept), 16, data=data(), max_steps=6, shuffle=False)
     found = run(module_of(Kept), 4, AutoAccum(16, micro_batch=4), data=data(), max_steps=6, shuffle=False)
     assert found.losses == pytest.approx(expected.losses, rel=1e-10)
+
+
+@pytest.mark.parametrize("kind", [Recurrent, Cut, InAList, InATuple])
+def test_where_micro_batches_are_joined_it_is_that_of_whole_batches(kind: type) -> None:
+    expected = run(module_of(kind), 16, data=data(), max_steps=4, shuffle=False)
+    callback = AutoAccum(16, micro_batch=4, accumulate="joined")
+    found = run(module_of(kind), 4, callback, data=data(), max_steps=4, shuffle=False)
+    assert found.losses == pytest.approx(expected.losses, rel=1e-10)

@@ -211,7 +211,7 @@ def test_a_model_is_trained_to_the_same_bits(name: str, precision: str) -> None:
     assert causes == [] if name not in REFUSED else REFUSED[name] in causes[0]
     if name not in REFUSED:
         assert any(isinstance(event, MemorySaving) and event.blocks >= 1 for event in events)
-        assert any(isinstance(event, Recomputed) and event.operations > 2 for event in events)
+        assert any(isinstance(event, Recomputed) and event.blocks > 0 for event in events)
 
 
 @pytest.mark.parametrize("name", ["GPT2LMHeadModel", "LlamaForCausalLM", "T5ForConditionalGeneration"])

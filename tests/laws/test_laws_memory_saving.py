@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import os
-import re
 import subprocess
 import sys
 from collections.abc import Callable
@@ -18,7 +17,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn import functional as F
 
 import autoaccum
-from autoaccum.errors import ArgumentError, AutoaccumWarning, NothingFitsError
+from autoaccum.errors import ArgumentError, NothingFitsError
 from autoaccum.events import MemorySaving, Recomputed, Validated
 from autoaccum.ranks.group import join
 from autoaccum.testing import simulated_memory
@@ -170,7 +169,7 @@ def test_in_a_simulated_memory(name: str) -> None:
     with pytest.raises(NothingFitsError):
         run(limit, memory_saving="off")
     found, peak = run(limit)
-    assert least < peak <= limit < most
+    assert least <= peak <= limit < most
     check(found, plain)
     check(asked, plain)
     assert any(isinstance(event, Recomputed) for event in found.events)
@@ -274,7 +273,6 @@ class TestBeside:
             {"precision": "bf16"},
             {"clip_norm": 0.1},
             {"noise_scale": True},
-            {"state": "window"},
             {"validation_data": data(3), "validate_every": 2},
             {"micro_batch": 3},
             {"effective_batch": 8, "micro_batch": [(3, 1, 4)] * 4},
@@ -330,11 +328,9 @@ class TestBeside:
 
         options: dict[str, Any] = {"loss_fn": None, "training_step": step, "verify": False, "steps": 3}
         plain, _ = fit(UNLIMITED, memory_saving="off", **options)
-        # The forward by which blocks are chosen keeps nothing that a backward within it could go back by.
-        with pytest.warns(AutoaccumWarning, match="a forward without gradients, .* raised RuntimeError: a backward"):
-            found, _ = fit(UNLIMITED, memory_saving="checkpoint", **options)
+        found, _ = fit(UNLIMITED, memory_saving="checkpoint", **options)
         assert same(state_of(found), state_of(plain))
-        assert not of(found, MemorySaving)
+        assert len(of(found, MemorySaving)) == 1
 
 
 def asked_for_by_a_rank() -> str:
@@ -356,8 +352,3 @@ class TestRefusals:
     def test_beside_a_model_that_is_sharded(self) -> None:
         for told in launch(asked_for_by_a_rank, 2):
             assert "a forward of a sharded model that is computed again would have to be on all ranks at once" in told
-
-    @pytest.mark.parametrize("kind", ["frozen", "ghost:2"])
-    def test_beside_other_batch_norms_than_of_micro_batches(self, kind: str) -> None:
-        with pytest.raises(ArgumentError, match=re.escape(f"batch_norm={kind!r} computes forwards of its own")):
-            fit(UNLIMITED, memory_saving="checkpoint", batch_norm=kind, micro_batch=2)

@@ -236,9 +236,7 @@ class TestTheSameBits:
         (change,) = of(found, MemorySaving)
         assert change.blocks == 4
         (measured,) = of(found, Recomputed)
-        # Of one forward: its last operation, of which nothing is saved, is not computed again.
-        assert (measured.step, measured.saving) == (1, change.new)
-        assert measured.operations >= 4 * 4
+        assert (measured.step, measured.saving, measured.blocks) == (1, change.new, 4)
         windows = [(told.step, told.compilations) for told in of(found, Compiled)]
         assert windows == [(told.step, told.compilations) for told in of(plain, Compiled)]
 
@@ -299,9 +297,9 @@ class TestTheSameBits:
         plain, found = run("off"), run("checkpoint")
         assert same(state_of(found), state_of(plain))
         assert of(found, MemorySaving)[0].blocks == 3
-        assert [measured.step for measured in of(found, Recomputed)] == [2]
+        assert [measured.step for measured in of(found, Recomputed)] == [1]
 
-    @pytest.mark.parametrize("number", [1, 2, 5])
+    @pytest.mark.parametrize("number", [1, 2, 6])
     def test_of_a_window_that_ran_out_of_memory(self, number: int) -> None:
         def run(fails_at: int | None) -> FitResult:
             forwards = itertools.count(1)
@@ -314,7 +312,7 @@ class TestTheSameBits:
 
             return fit("checkpoint", Still, training_step=step)
 
-        plain, found = run(None), run(1 + number)  # the first one looks for blocks
+        plain, found = run(None), run(number)
         assert of(found, OutOfMemory)
         assert sum(report.replays for report in found.history) > 0
         assert len(of(found, MemorySaving)) == 1
@@ -393,7 +391,7 @@ class TestRefused:
         assert same(state_of(found), state_of(plain))
 
     def test_what_reads_a_tensor_that_another_block_writes(self) -> None:
-        with pytest.warns(AutoaccumWarning, match="from the buffers that it has written to, as compiled code does"):
+        with pytest.warns(AutoaccumWarning, match="Sharing: computed again, its forward gives another gradient"):
             found = fit("checkpoint", Sharing)
         assert of(found, MemorySaving)[-1].new == "off"
 
@@ -427,15 +425,15 @@ def test_without_memory_to_compare_in_that_is_said() -> None:
 
     def step(model: Any, batch: Any) -> torch.Tensor:
         loss = F.mse_loss(model(batch[0]), batch[1])
-        # The first one looks for blocks. What is compiled needs less memory than what is not.
-        if torch._dynamo.eval_frame._stance.stance == "force_eager" and next(eager) > 1:
+        # What is compiled needs less memory than what is not.
+        if torch._dynamo.eval_frame._stance.stance == "force_eager" and next(eager):
             raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 1 GiB")
         return loss
 
     plain = fit("off")
-    with pytest.warns(AutoaccumWarning, match="not even the smallest micro-batch fits uncompiled"):
+    with pytest.warns(AutoaccumWarning, match="there was no memory to compare"):
         found = fit("checkpoint", training_step=step)
     assert same(state_of(found), state_of(plain))
-    assert next(eager) > 2
-    assert [change.new for change in of(found, MemorySaving)] == ["checkpoint, model._orig_mod.blocks"]
+    assert next(eager) > 1
+    assert [change.new for change in of(found, MemorySaving)] == ["checkpoint, every Block"]
     assert not of(found, Recomputed)

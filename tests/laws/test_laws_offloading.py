@@ -19,7 +19,6 @@ import autoaccum
 from autoaccum.errors import AutoaccumWarning, MemoryLimitError, NothingFitsError
 from autoaccum.events import MemorySaving, OutOfMemory, Recomputed
 from autoaccum.training.trainer import FitResult
-from autoaccum.window.saving import MEASURED
 from tests import standin
 from tests.devices import DEVICE
 from tests.faults import strides
@@ -31,7 +30,7 @@ LENGTH, WIDTH = 16384, 64
 """A tensor of these takes 4 MiB."""
 MIB = 2**20
 BOTH = ["checkpoint", "offload"]
-ALL = "checkpoint, model.blocks"
+ALL = "checkpoint, every Block"
 
 
 class Block(nn.Module):
@@ -181,8 +180,8 @@ class TestRungs:
     @pytest.mark.parametrize(
         ("below", "above", "name"),
         [
-            ("off", "checkpoint", "checkpoint, every 2nd of model.blocks"),
-            ("checkpoint", tuple(BOTH), f"{ALL}; offload, saved tensors"),
+            ("off", "checkpoint", ALL),
+            ("checkpoint", tuple(BOTH), f"{ALL}; offload"),
         ],
     )
     def test_one_sample_that_does_not_fit_is_trained_on(self, below: Any, above: Any, name: str) -> None:
@@ -194,20 +193,15 @@ class TestRungs:
         assert peak(found) <= limit
         assert {change.step for change in of(found, MemorySaving)} == {1}
         assert of(found, MemorySaving)[-1].new == name
-        (measured,) = of(found, Recomputed)
-        assert (measured.step, measured.saving) == (MEASURED, name)
-        assert measured.operations > 2 * 4 * 5
-        assert (measured.storages > 2 * 8) is ("offload" in name)
+        assert [(measured.step, measured.saving) for measured in of(found, Recomputed)] == [(1, name)]
 
-    def test_the_state_leaves_last(self) -> None:
+    def test_the_state_leaves_with_it(self) -> None:
         room = unlimited(momentum, tuple(BOTH)).peak + 4 * MIB
         limit = held() + room
         found = fit(momentum, memory_limit=limit)
         change = of(found, MemorySaving)[-1]
-        assert change.new == f"{ALL}; offload, saved tensors and optimizer state"
-        assert change.state_bytes == 16 * MIB
-        assert change.offloaded_bytes >= 8 * 4 * MIB
-        assert [e.new.count("offload") for e in of(found, MemorySaving)] == [0, 0, 1, 1]
+        assert change.new == f"{ALL}; offload"
+        assert [e.new.count("offload") for e in of(found, MemorySaving)] == [0, 1]
         assert_same(found, unlimited(momentum))
         assert found.history[-1].memory_saving == change.new
 
@@ -246,12 +240,8 @@ class TestModes:
         assert_same(found, unlimited(optimizer))
         (change,) = of(found, MemorySaving)
         assert (change.step, change.old) == (1, "off")
-        assert change.state_bytes == 16 * MIB * (1 if optimizer is momentum else 2)
         assert change.blocks == (8 if mode is BOTH else 0)
-        assert (change.recomputed_bytes > 0) is (mode is BOTH)
-        (measured,) = of(found, Recomputed)
-        assert (measured.operations > 0) is (mode is BOTH)
-        assert measured.storages > 2
+        assert [measured.blocks for measured in of(found, Recomputed)] == ([8] if mode is BOTH else [])
         assert peak(found) < held() + unlimited(optimizer).peak
         assert between == [{DEVICE.partition(":")[0]}] * 3
 
@@ -296,7 +286,7 @@ def left(made: Any, model: nn.Module, optimizer: torch.optim.Optimizer) -> list[
 
 
 @strides(17)
-@pytest.mark.parametrize("windows_before", [0, MEASURED])
+@pytest.mark.parametrize("windows_before", [0, 1])
 @pytest.mark.parametrize("mode", ["offload", BOTH])
 @pytest.mark.skipif("STANDIN_LIBRARY" not in os.environ, reason="only the stand-in refuses at will")
 def test_memory_that_runs_out_at_any_allocation_is_replayed(mode: Any, windows_before: int, stride: int) -> None:
@@ -338,7 +328,7 @@ class TestBetweenWindows:
 
         def raising(model: nn.Module, batch: Any) -> torch.Tensor:
             calls.append(len(calls))
-            # In the third window: an error in the first two is taken for one of the rung's. And in all that follows: a
+            # In the third window: an error in the first is taken for one of the level's. And in all that follows: a
             # micro-batch of one sample that fails is tried with two.
             if is_third and len(calls) >= 2:
                 kept = [t for state in optimizer.state.values() for t in state.values() if t.nbytes > MIB]
@@ -350,7 +340,7 @@ class TestBetweenWindows:
         made = autoaccum.Accumulator(
             model, optimizer, training_step=raising, micro_batch=1, memory_saving="offload", verify=False
         )
-        for _ in range(MEASURED):
+        for _ in range(2):
             made.step(batch)
         before, is_third = optimizer.state_dict()["state"], True
         calls.clear()
@@ -370,23 +360,20 @@ class TestBetweenWindows:
         fit(momentum, **{**options, "steps": 2})
         then = fit(momentum, **{**options, "steps": 3})
         assert not of(then, OutOfMemory) or max(event.step for event in of(then, OutOfMemory)) == 1
-        assert "optimizer state" in then.history[-1].memory_saving
+        assert "offload" in then.history[-1].memory_saving
         assert same(left_by(then).state[:-2], unlimited(momentum).state[:-2])
 
-    def test_states_of_before_there_was_a_host_are_taken_up(self) -> None:
-        """A run that stood on the lowest rung that it knew goes further down when that is too little."""
+    def test_a_state_is_taken_up_and_gone_down_from(self) -> None:
+        """A run that stood on a level goes further down when that is too little."""
         first, *_, batch = accumulator("checkpoint")
         first.step(batch)
         state = first.state_dict()
-        saved = state["step"]["saving"]
-        assert saved.pop("asked") == ["checkpoint"]
-        assert "elsewhere" not in saved
         same_again, _, _, _ = accumulator("checkpoint")
         same_again.load_state_dict(state)
         same_again.step(batch)
         assert not of(same_again, MemorySaving), "it stands there already"
         more, _, _, _ = accumulator("auto")
         more.load_state_dict(state)
-        told = more._step.saving.lower(lambda: [part[:1].to(DEVICE) for part in batch], 2, 0, 0, None)
+        told = more._step.saving.lower(2, 0, 0)
         assert told.old.startswith("checkpoint")
-        assert told.new == f"{told.old}; offload, saved tensors"
+        assert told.new == f"{told.old}; offload"

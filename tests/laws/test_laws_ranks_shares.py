@@ -99,6 +99,7 @@ def test_a_sample_is_read_by_the_rank_that_computes_it() -> None:
     for (of_rank, _), other in found:
         torch.testing.assert_close(of_rank.weights, one.weights, rtol=1e-10, atol=1e-12)
         torch.testing.assert_close(other.weights, verified.weights, rtol=1e-10, atol=1e-12)
-    read = [indices for (_, indices), _ in found]
+    assert all(indices[0] == indices[1] for (_, indices), _ in found), "the first one tells that samples draw"
+    read = [indices[1:] for (_, indices), _ in found]
     assert sorted(index for of_rank in read for index in of_rank) == sorted(2 * list(range(len(data()[0]))))
     assert max(map(len, read)) - min(map(len, read)) <= 10, "one of each of ten windows"

@@ -49,7 +49,6 @@ class Training:
         largest: int = 0,
         smallest: int = 1,
         floor: int = 1,
-        granule: int = 1,
         few_sizes: bool = False,
         is_enforced: bool = False,
     ) -> None:
@@ -65,7 +64,6 @@ class Training:
             largest=largest,
             smallest=smallest,
             floor=floor,
-            granule=granule,
             few_sizes=few_sizes,
             is_enforced=is_enforced,
         )
@@ -146,8 +144,7 @@ class Training:
             attempt = attempt.ran_out(failed.size, failed.length, None, self.device.limit_bytes)
             assert sum(attempt.sizes) == num_samples
         assert sum(done) == num_samples
-        of_full = done[:-1] if tuner.granule > 1 else done  # the last one may be the rest of a window
-        assert min(of_full, default=num_samples) >= min(tuner.smallest, num_samples)
+        assert min(done, default=num_samples) >= min(tuner.smallest, num_samples)
         is_timed = attempt.is_timed and self.device.seconds is not None
         attempt.committed(tuple(done), taken if is_timed else None)
         self.is_settled = tuner.settle(max(self.num_samples, num_samples), lengths) or (

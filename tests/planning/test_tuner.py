@@ -983,9 +983,9 @@ def test_a_trial_in_which_memory_ran_out_does_not_fit() -> None:
     assert alone.history[0].fits, "there is nothing smaller"
 
 
-@pytest.mark.parametrize(("num_samples", "smallest", "granule"), [(9, 2, 1), (101, 1, 1), (101, 2, 1), (100, 1, 4)])
+@pytest.mark.parametrize(("num_samples", "smallest"), [(9, 2), (101, 1), (101, 2)])
 def test_where_few_sizes_are_tried_one_without_room_to_be_run_twice_is_measured(
-    num_samples: int, smallest: int, granule: int
+    num_samples: int, smallest: int
 ) -> None:
     tuner = Tuner(
         ceiling=num_samples,
@@ -993,7 +993,6 @@ def test_where_few_sizes_are_tried_one_without_room_to_be_run_twice_is_measured(
         headroom=0.0,
         search=True,
         smallest=smallest,
-        granule=granule,
         few_sizes=True,
         warms_up=True,
     )

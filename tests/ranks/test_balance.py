@@ -80,19 +80,3 @@ class TestShares:
         shares = Shares(3, "speed", 3)
         assert seen(shares, 30, [10.0, 9.0, 1.0], 5) == (16, 14, 0)
         assert shares.of(2) == (2, 0, 0)
-
-    @pytest.mark.parametrize(
-        ("num_samples", "equal", "by_speed"),
-        [
-            (50, (24, 16, 10), (8, 8, 34)),
-            (49, (16, 16, 17), (8, 8, 33)),
-            (9, (9, 0, 0), (0, 0, 9)),
-            (24, (8, 8, 8), (8, 0, 16)),
-        ],
-    )
-    def test_groups_are_not_divided(self, num_samples: int, equal: tuple[int, ...], by_speed: tuple[int, ...]) -> None:
-        """The last share that there is has what is left of the window."""
-        assert Shares(3, "speed", 2, 8).of(num_samples) == equal
-        shares = Shares(3, "speed", 2, 8)
-        seen(shares, 90, [1.0, 1.0, 3.0], 5)
-        assert shares.of(num_samples) == by_speed

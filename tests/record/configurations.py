@@ -12,7 +12,6 @@ import io
 import json
 import logging
 import math
-import shutil
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
@@ -29,7 +28,8 @@ from torch.optim.lr_scheduler import CosineAnnealingLR, LambdaLR, OneCycleLR
 from torch.utils.data import DataLoader, Dataset, IterableDataset, Subset, TensorDataset, WeightedRandomSampler
 
 import autoaccum
-from autoaccum import cli, schedules
+from autoaccum import schedules
+from autoaccum.cli import app
 from autoaccum.testing import oom_at, simulated_memory
 from tests.record.clock import work
 
@@ -1421,7 +1421,7 @@ def command(*argv: str, page: Path | None = None, limit: int | str = 200_000) ->
     inside = nullcontext() if argv[0] in ("report", "plan", "cache") else simulated_memory(limit)
     with inside, contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
         try:
-            code = cli.main(list(argv))
+            code = app.main(list(argv))
         except SystemExit as error:
             code = int(error.code or 0)
     return Command(code, out.getvalue(), err.getvalue(), page if page is not None and page.exists() else None)
@@ -1578,144 +1578,3 @@ def trainers(place: Path) -> Outcomes:
         yield f"{name}: logged", Lines([line for line in copy.copy(lines) if "/" not in line or "saved" not in line])
         seen.clear()
         lines.clear()
-
-
-# What an earlier version leaves for a later one.
-
-
-@dataclass(frozen=True)
-class Artefact:
-    """Holds two halves of a configuration: what the second is made from is what the first has left."""
-
-    begin: Callable[[Path], Outcomes]
-    resume: Callable[[Path], Outcomes]
-
-
-def begin_states(_place: Path) -> Outcomes:
-    """Stop a run with many states while it searches."""
-
-    def stops(record: Any) -> None:
-        if type(record).__name__ == "Validated" and record.step == 6:
-            raise autoaccum.StopTraining
-
-    yield "stopped", fit(**{**_resumable(), "keep_checkpoints": 1}, callbacks=[stops])
-
-
-def resume_states(place: Path) -> Outcomes:
-    """Go on, by the same call."""
-    yield "report before", command("report", "run", "--json", "--output", "before", page=place / "before/report.html")
-    yield "resumed", fit(**{**_resumable(), "keep_checkpoints": 1})
-    yield "left", Directory(place / "run")
-
-
-def _timing() -> dict[str, Any]:
-    return {
-        "model": wide(100),
-        "data": classes(256),
-        "effective_batch": 64,
-        "steps": 30,
-        "loss_fn": _stepped_loss,
-        "limit": 90_000,
-        "run_dir": "run",
-        "checkpoint_every": 1,
-        "keep_checkpoints": 1,
-        "seed": 2,
-    }
-
-
-def begin_timing(_place: Path) -> Outcomes:
-    """Let a run fail after the search, while plans are timed."""
-    yield "failed", fit(**_timing(), callbacks=[stops_after(6, RuntimeError("no more"))])
-
-
-def resume_timing(place: Path) -> Outcomes:
-    """Go on, by the same call."""
-    yield "resumed", fit(**_timing())
-    yield "left", Directory(place / "run")
-
-
-def _settled() -> dict[str, Any]:
-    return {
-        "model": Texts(8),
-        "data": Ragged(),
-        "collate_fn": padded,
-        "training_step": next_token_step,
-        "effective_batch": 30,
-        "epochs": 6,
-        "limit": 160_000,
-        "run_dir": "run",
-        "checkpoint_every": "epoch",
-        "keep_checkpoints": 1,
-        "optimizer": sgd,
-    }
-
-
-def begin_settled(_place: Path) -> Outcomes:
-    """Stop a run on texts of different lengths after a few epochs."""
-    yield "stopped", fit(**_settled(), callbacks=[stops_after(11, autoaccum.StopTraining())])
-
-
-def resume_settled(place: Path) -> Outcomes:
-    """Go on, by the same call."""
-    yield "resumed", fit(**_settled())
-    yield "left", Directory(place / "run")
-
-
-def _sweeping(**options: Any) -> Drawn | BaseException:
-    return sweep(
-        directory="sweep", make=_narrow, num_trials=4, samples=192, study_name="begun", checkpoint_every=2, **options
-    )
-
-
-def _narrow() -> dict[str, Any]:
-    return small(60)
-
-
-def begin_sweep(_place: Path) -> Outcomes:
-    """Interrupt a sweep in its third trial."""
-    ends = {"trials": 0}
-
-    def interrupts(record: Any) -> None:
-        if is_report(record):
-            ends["trials"] += record.step == 1
-            if ends["trials"] == 3 and record.step == 4:
-                raise KeyboardInterrupt
-
-    yield "interrupted", _sweeping(callbacks=[interrupts], limit=90_000)
-    shutil.rmtree("cache", ignore_errors=True)
-
-
-def resume_sweep(place: Path) -> Outcomes:
-    """Go on, by the same call, without what the cache had."""
-    yield "resumed", _sweeping(limit=90_000)
-    yield "report", command("report", "sweep", "--json", page=place / "sweep" / "report.html")
-
-
-def _caching(**options: Any) -> Ran:
-    given: dict[str, Any] = {"data": classes(256), "effective_batch": 64, "cache": True, "loss_fn": _stepped_loss}
-    return fit(limit=230_000, **{**given, "model": wide(), **options})
-
-
-def begin_cache(_place: Path) -> Outcomes:
-    """Leave what a run has found out in the cache."""
-    yield "first", _caching(steps=24)
-    yield (
-        "lengths",
-        _caching(steps=9, model=Texts(), data=Ragged(), collate_fn=padded, training_step=next_token_step, loss_fn=None),
-    )
-
-
-def resume_cache(_place: Path) -> Outcomes:
-    """Begin from it."""
-    yield "second", _caching(steps=8)
-    yield "in less memory", _caching(steps=12, memory_limit=150_000)
-    yield "command", command("cache", "--json")
-
-
-ARTEFACTS = {
-    "states": Artefact(begin_states, resume_states),
-    "timing": Artefact(begin_timing, resume_timing),
-    "settled": Artefact(begin_settled, resume_settled),
-    "sweep": Artefact(begin_sweep, resume_sweep),
-    "cache": Artefact(begin_cache, resume_cache),
-}

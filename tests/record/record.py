@@ -4,7 +4,6 @@
 
     python tests/record/record.py --write [NAMES]        writes data/NAME.json with the version that is imported
     python tests/record/record.py --compare [NAMES]      compares with what is there
-    python tests/record/record.py --write-artefacts      writes what an earlier version leaves for a later one
 
 Floats are written as ``float.hex`` has them, so that not one bit can change unseen, and tensors as the beginning of the
 SHA-256 of their bytes. What is worded for people stands apart, under ``messages``.
@@ -24,7 +23,6 @@ import platform
 import random
 import re
 import sys
-import tarfile
 import tempfile
 import time
 import warnings
@@ -51,7 +49,6 @@ from tests.record.configurations import Command, Directory, Drawn, Lines, Ran, S
 
 HERE = Path(__file__).parent
 DATA = HERE / "data"
-ARTEFACTS = HERE / "artefacts"
 DIGEST = "#"
 """Begins what stands for bytes, and means nothing on another machine."""
 PROCESSOR = f"cpu {platform.machine()}"
@@ -84,7 +81,7 @@ REPORT = (
 WORDED = {"reason", "cause", "consequence", "cure", "text", "question", "advice", "announced", "announced of windows"}
 """Are the names of what is worded for people; of ``Finished`` the reason is one of a few words that mean something."""
 NOT_SAID = {"time", "started", "saved", "checksum", "path", "directory", "os", "python", "torch", "numpy", "cpu_count"}
-NOT_SAID |= {"images", "run_dir", "bytes"}
+NOT_SAID |= {"run_dir", "bytes"}
 """Are the names of what differs from one machine, or one moment, to another."""
 
 Messages = list[Any]
@@ -327,15 +324,12 @@ def plain_command(command: Command, messages: Messages) -> dict[str, Any]:
     if command.page is not None:
         text = command.page.read_text(encoding="utf-8").replace(PROCESSOR, "cpu MACHINE")
         text = re.sub(r"\d+ [A-Z][a-z]+ \d{4}, \d\d:\d\d UTC", "DATE", text)
-        pictures = text.count("<svg")
-        text = re.sub(r"<svg.*?</svg>", "", text, flags=re.DOTALL)
+        pictures = text.count("<img")
+        text = re.sub(r"<img[^>]*>", "", text)
         body = re.sub(r"<style>.*?</style>", "", text, flags=re.DOTALL)
         body = re.sub(r"<details><summary>Environment.*?</details>", "", body, flags=re.DOTALL)
         body = re.sub(r"<footer>.*?</footer>", "", body, flags=re.DOTALL)
-        found["pictures"] = [
-            pictures,
-            sorted(entry.name for entry in command.page.parent.glob(f"{command.page.stem}-*.png")),
-        ]
+        found["pictures"] = pictures
         messages.append({"page": [digest(body.encode()), *visible(body)]})
     return found
 
@@ -622,51 +616,12 @@ def write(path: Path, document: Any) -> None:
     path.write_text(dumps(document) + "\n", encoding="utf-8")
 
 
-def write_artefact(name: str, made: configurations.Artefact) -> None:
-    """Run the beginning, keep what it leaves without a name of this machine, and what the rest of it comes to."""
-    with tempfile.TemporaryDirectory() as folder:
-        place = Path(folder).resolve() / "place"
-        run(made.begin, place)
-        _make_nameless(place)
-        with tarfile.open(ARTEFACTS / f"{name}.tar.xz", "w:xz") as archive:
-            for path in sorted(place.rglob("*")):
-                archive.add(path, path.relative_to(place), recursive=False, filter=_anonymous)
-        again = place.with_name("again")
-        unpack(name, again)
-        write(ARTEFACTS / f"{name}.json", run(made.resume, again))
-
-
-def unpack(name: str, place: Path) -> None:
-    """Lay an artefact out in a directory, which is made."""
-    with tarfile.open(ARTEFACTS / f"{name}.tar.xz") as archive:
-        # Python 3.11 has it from 3.11.4 on.
-        archive.extractall(place, **({"filter": "data"} if hasattr(tarfile, "data_filter") else {}))
-
-
-def _anonymous(entry: tarfile.TarInfo) -> tarfile.TarInfo:
-    entry.uid = entry.gid = entry.mtime = 0
-    entry.uname = entry.gname = ""
-    return entry
-
-
-def _make_nameless(place: Path) -> None:
-    """Drop what names the machine: paths of checkpoints in the history, which nobody opens, kernel and system."""
-    for pattern in (".lock", "kills.json"):
-        for path in place.rglob(pattern):
-            path.unlink()
-    for path in (*place.rglob("*.jsonl"), *place.rglob("*.json")):
-        if path.name != "manifest.json":
-            text = path.read_text().replace(f"{place}/", "")
-            path.write_text(re.sub(r'"os": ".*?"', '"os": "Linux"', text))
-
-
 def main() -> int:
     """Write or compare, as the command line says."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     what = parser.add_mutually_exclusive_group(required=True)
     what.add_argument("--write", action="store_true")
     what.add_argument("--compare", action="store_true")
-    what.add_argument("--write-artefacts", action="store_true")
     parser.add_argument("names", nargs="*")
     options = parser.parse_args()
     print(f"autoaccum of {autoaccum.__file__}")
@@ -675,12 +630,6 @@ def main() -> int:
 
 
 def _written_or_compared(options: argparse.Namespace) -> int:
-    if options.write_artefacts:
-        for name, made in configurations.ARTEFACTS.items():
-            if not options.names or name in options.names:
-                print(name, flush=True)
-                write_artefact(name, made)
-        return 0
     if options.write:
         write(DATA / "environment.json", environment())
     code, exactly = 0, is_same_machine()

@@ -53,10 +53,7 @@ def validated(step: int, loss: float, **metrics: float) -> Validated:
 
 
 def saving(*, step: int = 1) -> MemorySaving:
-    return MemorySaving(
-        step=step, old="off", new="every second block", reason="out of memory", blocks=2, held_bytes=5,
-        recomputed_bytes=3,
-    )  # fmt: skip
+    return MemorySaving(step=step, old="off", new="every second block", reason="out of memory", blocks=2)
 
 
 def shared(times: int = 1) -> Shared:

@@ -27,7 +27,7 @@ def test_the_numbers(of: Any, tmp_path: Path) -> None:
     assert facts.effective_batch == "8, 10:16"
     assert (facts.num_steps, facts.num_samples, facts.seconds, facts.samples_per_second) == (40, 320, 20.0, 16.0)
     assert facts.loss == pytest.approx((2 / 39 + 2 / 40) / 2)
-    assert (facts.validation_loss, facts.best_validation_loss) == (0.3, 0.2)
+    assert facts.best == Best(metric="loss", value=0.2, step=20, epoch=0)
     assert (facts.peak_bytes, facts.limit_share) == (40 * MIB, 40 / 1024)
 
 
@@ -61,7 +61,7 @@ def test_the_state(last: Record, state: str, tmp_path: Path) -> None:
 
 def test_a_run_without_a_window(of: Any) -> None:
     facts = of()
-    assert [a.text for a in facts.answers] == ["No: no step is complete yet."]
+    assert facts.rows() == {"state": "nothing recorded yet"}
     assert facts.state == "nothing recorded yet"
     assert (facts.loss, facts.samples_per_second, facts.limit_share) == (None, None, None)
     assert of(started()).device == "cpu"

@@ -36,18 +36,11 @@ LINES: dict[Any, str | None] = {
     OutOfMemory(step=2, phase="validation", micro_batch=4): (
         "step 2: out of memory in validation at a micro-batch of 4"
     ),
-    MemorySaving(
-        step=2, old="off", new="checkpoint, model.h", reason="out of memory", blocks=4, held_bytes=9, recomputed_bytes=8
-    ): "step 2: memory saving off -> checkpoint, model.h: out of memory",
-    Recomputed(step=3, saving="checkpoint, model.h", operations=120): (
-        "step 3: activation checkpointing is bit-identical (checked on 120 operations)"
+    MemorySaving(step=2, old="off", new="checkpoint, every Block", reason="out of memory", blocks=4): (
+        "step 2: memory saving off -> checkpoint, every Block: out of memory"
     ),
-    Recomputed(step=3, saving="offload, saved tensors", operations=0, storages=1): (
-        "step 3: CPU offloading is bit-identical (checked on 1 storage)"
-    ),
-    Recomputed(step=3, saving="both", operations=2, storages=2): (
-        "step 3: activation checkpointing is bit-identical (checked on 2 operations); CPU offloading is "
-        "bit-identical (checked on 2 storages)"
+    Recomputed(step=3, saving="checkpoint, every Block", blocks=12): (
+        "step 3: activation checkpointing has the same gradient (checked on 12 blocks)"
     ),
     Validated(step=2, epoch=1, loss=0.5, num_samples=5, micro_batch=3, seconds=1.0): "epoch 1: validation loss 0.5000",
     Validated(
@@ -107,7 +100,7 @@ LINES: dict[Any, str | None] = {
     ): (
         "step 3: micro-batches are joined: exact, relative error 1.0e-07 (2e-05 allowed; 7 samples); a step holds 80% of what "
         "the full batch holds for backward, and a micro-batch, for the full batch runs through stem, norm, others (if these are "
-        "BatchNorm layers, batch_norm='ghost:32' saves more). Reason: samples meet"
+        "BatchNorm layers, accumulate='weighted' saves more). Reason: samples meet"
     ),
     shared(): "step 3: 2 ranks: 5 + 3; waiting: 20% to 50% of the time",
     shared(4): "step 3: 8 ranks: 3 to 5 samples each; waiting: 20% to 50% of the time",

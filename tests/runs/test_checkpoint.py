@@ -381,10 +381,10 @@ def test_when_no_checkpoint_is_whole_it_is_said_and_not_nothing(two: Path, tmp_p
     assert "has 1 bytes, not the" in skipped[0]
 
 
-def test_a_newer_format_is_not_guessed_at(two: Path, tmp_path: Path) -> None:
+def test_another_format_is_not_guessed_at(two: Path, tmp_path: Path) -> None:
     path = shutil.copytree(two / "step-00000002", tmp_path / "step-00000002")
     rewrite(path, format=checkpoint.FORMAT + 1)
-    with pytest.raises(errors.CheckpointCorruptError, match="newer version"):
+    with pytest.raises(errors.CheckpointCorruptError, match="another version"):
         Checkpoint.at(path)
     writer = Checkpoints(tmp_path, keep=1)
     save(writer, 3, 4)
@@ -467,16 +467,6 @@ def test_manifests_that_make_no_sense(tmp_path: Path, document: Any) -> None:
     (tmp_path / MANIFEST).write_text(document if isinstance(document, str) else json.dumps(document))
     with pytest.raises(errors.CheckpointCorruptError):
         Checkpoint.at(tmp_path)
-
-
-@pytest.mark.parametrize(
-    "changes", [{"step": "x"}, {"step": float("inf")}, {"files": []}, {"facts": 3}, {"serial": None}]
-)
-def test_manifests_whose_checksum_is_right_but_nothing_else(two: Path, tmp_path: Path, changes: Any) -> None:
-    path = shutil.copytree(two / "step-00000002", tmp_path / "step-00000002")
-    rewrite(path, **changes)
-    with pytest.raises(errors.CheckpointCorruptError, match="not a manifest"):
-        Checkpoint.at(path)
 
 
 # Writing that fails.

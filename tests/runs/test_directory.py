@@ -15,6 +15,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -171,6 +172,25 @@ class TestWhoMayGoOn:
         fit(tmp_path, lr_scheduler=one_cycle, callbacks=[end_after(3)])
         with pytest.raises(ResumeError, match=r"steps of the lr_scheduler: 10 -> 15"):
             fit(tmp_path, lr_scheduler=one_cycle, epochs=3)
+
+    @pytest.mark.parametrize("as_batches", [False, True])
+    def test_data_with_another_number_in_them(self, as_batches: bool, tmp_path: Path) -> None:
+        inputs, targets = classes(200)
+        other = inputs.clone()
+        other[117, 1] += 1  # one that is not among the 64 that tell shapes
+        before, now = ([(x, targets)] if as_batches else (x, targets) for x in (inputs, other))
+        fit(tmp_path, data=before, effective_batch=40, callbacks=[end_after(3)])
+        with pytest.raises(ResumeError, match="data content: "):
+            fit(tmp_path, data=now, effective_batch=40)
+
+    def test_flags_of_numpy_are_those_of_python(self, tmp_path: Path) -> None:
+        fit(tmp_path, shuffle=True, callbacks=[end_after(3)])
+        assert fit(tmp_path, shuffle=np.True_).num_steps == 10
+
+    def test_another_scheduler(self, tmp_path: Path) -> None:
+        fit(tmp_path, lr_scheduler=one_cycle, callbacks=[end_after(3)])
+        with pytest.raises(ResumeError, match="lr_scheduler: OneCycleLR -> CosineAnnealingLR"):
+            fit(tmp_path, lr_scheduler=torch.optim.lr_scheduler.CosineAnnealingLR)
 
     ALLOWED: dict[str, dict[str, Any]] = {  # noqa: RUF012
         "micro_batch": {"micro_batch": 3},

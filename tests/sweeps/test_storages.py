@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import optuna
 import pytest
 from optuna.storages import InMemoryStorage, JournalStorage, RDBStorage
-from sqlalchemy.exc import ProgrammingError
 
 from autoaccum.errors import ArgumentError
-from autoaccum.sweeps import storages
 from autoaccum.sweeps.storages import open_storage
 
 
@@ -57,18 +54,3 @@ def test_a_journal_with_an_unfinished_last_line_goes_on(torn: str, tmp_path: Pat
     assert path.read_text() == whole
     path.write_text(torn)
     assert not open_storage(str(path), tmp_path).get_all_studies()
-
-
-def test_tables_that_another_process_has_just_made_are_taken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    made = []
-
-    def lose(url: str, **options: Any) -> optuna.storages.RDBStorage:
-        made.append(url)
-        if len(made) < 3:
-            raise ProgrammingError("CREATE TABLE studies", {}, Exception('"studies" already exists'))
-        return optuna.storages.RDBStorage(url, **options)
-
-    monkeypatch.setattr(storages, "RDBStorage", lose)
-    monkeypatch.setattr(storages, "RACE_SECONDS", 0.0)
-    assert open_storage(None, tmp_path).get_all_studies() == []
-    assert len(made) == 3

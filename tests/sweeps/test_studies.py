@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 
 import optuna
@@ -9,7 +10,7 @@ import pytest
 from optuna.trial import TrialState
 
 from autoaccum.errors import ArgumentError
-from autoaccum.sweeps.studies import best_trials, load_study, totals
+from autoaccum.sweeps.studies import best_trials, load_study, ranked, totals
 from tests.sweeps.studies import running, storage, study, trial
 
 
@@ -67,6 +68,26 @@ def test_the_best_trials(direction: tuple[str, ...], best: list[int]) -> None:
     made = study(*trials, trial(None), metric=("a", "b")[: len(direction)], direction=direction)
     assert [one.number for one in best_trials(made)] == best
     assert best_trials(study(trial(None), running())) == []
+
+
+def test_the_order_is_best_first() -> None:
+    made = study(
+        running(),
+        trial(None, reports={500: 0.1}),
+        trial(0.5),
+        trial(None, reports={500: 0.9, 700: 0.8}),
+        trial(0.25),
+        trial(None, diverged=True),
+        trial(None, reports={500: math.nan}),
+        trial(None, reports={500: 0.05}),
+        trial(None, reports={}),
+    )
+    assert [one.number for one in ranked(made)] == [4, 2, 3, 7, 1, 6, 8, 5, 0]
+    reports = [trial(None, reports={500: value}) for value in (0.1, 0.3)]
+    highest = study(trial(0.5), trial(0.9), *reports, metric=("accuracy",), direction=("maximize",))
+    assert [one.number for one in ranked(highest)] == [1, 0, 3, 2]
+    front = study(trial((0.5, 9.0)), trial((0.6, 9.5)), trial((0.1, 20.0)), metric=("a", "b"))
+    assert [one.number for one in ranked(front)] == [2, 0, 1]
 
 
 def test_totals() -> None:

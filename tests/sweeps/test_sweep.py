@@ -24,8 +24,7 @@ from torch import nn
 
 from autoaccum.errors import ArgumentError, RecipeResultError, StorageError
 from autoaccum.events import Resumed, Started, StepReport
-from autoaccum.runs.origin import command_line, commit
-from autoaccum.runs.records import HISTORY
+from autoaccum.runs.records import HISTORY, command_line, commit
 from autoaccum.sweeps.sweep import _work
 from autoaccum.testing import simulated_memory
 from tests.models import classes, mlp
@@ -444,7 +443,7 @@ def test_trials_that_a_user_queues_come_first(tmp_path: Path) -> None:
             {"run_dir": "runs"},
             "sweep() has no argument 'run_dir'. Besides its own arguments it takes fit's: effective_batch, ",
         ),
-        ({"n_trials": 1}, "sweep() has no argument 'n_trials'. Call autoaccum.sweep(recipe, num_trials=20)"),
+        ({"n_trials": 1}, "sweep() has no argument 'n_trials'. Besides its own arguments it takes fit's: effective_"),
         ({"lr": 0.1, "effective_batch": 16}, "lr=0.1: expected something to search for. Pass lr=(1e-4, 1e-1) or effe"),
         ({"effective_batch": None}, "effective_batch=None: expected samples to choose from"),
         ({"search_space": lambda trial: {"width": 3}}, "Write 'def recipe(width): ...' and use it there."),

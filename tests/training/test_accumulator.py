@@ -421,15 +421,9 @@ def test_a_state_of_something_else_is_refused_before_anything_is_changed() -> No
     accumulator = Accumulator(model, torch.optim.SGD(model.parameters(), lr=0.1), loss_fn=cross_entropy)
     accumulator.step(batches([8], torch.float32)[0])
     own = accumulator.state_dict()
-    for state, entry in (
-        ({}, "device"),
-        (dict(model.state_dict()), "device"),
-        (own | {"step": {}}, "step.step"),
-        (own | {"lengths": {"first": "a", "vary": False}}, "lengths.first"),
-    ):
-        with pytest.raises(errors.CheckpointCorruptError) as caught:
-            accumulator.load_state_dict(state)
-        assert caught.value.entry == f"state_dict.{entry}"
+    for state in ({}, dict(model.state_dict()), None):
+        with pytest.raises(errors.CheckpointCorruptError, match="state_dict is none of an Accumulator"):
+            accumulator.load_state_dict(state)  # type: ignore[arg-type]
     assert accumulator.state_dict() == own
     accumulator.load_state_dict(own)
 

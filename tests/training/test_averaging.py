@@ -88,10 +88,11 @@ def test_weights_in_16_bits_have_averages_in_32() -> None:
     assert all(value.equal(trained[name]) for name, value in model.state_dict().items())
 
 
+@pytest.mark.filterwarnings("ignore::autoaccum.AutoaccumWarning")  # of BatchNorm over micro-batches
 class TestUse:
     def test_it_is_applied_and_taken_back_to_the_bit(self) -> None:
         model, ema = Counting(), EMA(decay=0.5)
-        fit(model, ema, batch_norm="frozen")
+        fit(model, ema)
         trained = {name: value.clone() for name, value in model.state_dict().items()}
 
         def use() -> None:
@@ -163,8 +164,6 @@ class TestRuns:
         ema.load_state_dict({"updates": 1, "weights": {"0.weight": torch.zeros(1)}})
         with pytest.raises(CheckpointCorruptError, match=r"callbacks.state.weights.*'0.weight'"):
             fit(mlp(), ema)
-        with pytest.raises(CheckpointCorruptError, match=r"callbacks.state.updates"):
-            ema.load_state_dict({"updates": -1, "weights": {}})
 
     def test_a_run_that_is_over_has_them_again(self, tmp_path: Path) -> None:
         first, again = EMA(decay=0.5), EMA(decay=0.5)

@@ -249,9 +249,9 @@ class TestRunsThatGoOn:
         one, two, none = trainers
         weights, state = one.state_dict()
         assert [tuple(tensor.shape) for tensor in state["tensors"]] == [(1,)]
-        with pytest.raises(errors.CheckpointCorruptError, match=r"tensors\[0\] has the shape \(1,\), not \(2,\)"):
+        with pytest.raises(errors.CheckpointCorruptError, match="tensors cannot be put back"):
             two.load_state_dict(weights, state)
-        with pytest.raises(errors.CheckpointCorruptError, match="tensors is no entry"):
+        with pytest.raises(errors.CheckpointCorruptError, match="tensors cannot be put back"):
             none.load_state_dict(weights, state)
-        with pytest.raises(errors.CheckpointCorruptError, match="tensors is missing"):
+        with pytest.raises(errors.CheckpointCorruptError, match="tensors cannot be put back"):
             one.load_state_dict(*none.state_dict())

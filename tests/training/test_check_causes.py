@@ -91,28 +91,6 @@ class TestWhatIsNamed:
         assert report.passed is False
         assert not cause(report).startswith("The loss sets each sample beside all others")
 
-    def test_state_that_moves_once_a_window(self) -> None:
-        report = check(Momentum(), classes(12, DOUBLE)[0], loss_fn=None, state="window")
-        assert report.passed
-        assert report.notice is None
-
-    def test_state_of_samples_of_which_a_window_leaves_a_part(self) -> None:
-        class Queue(nn.Module):
-            def __init__(self) -> None:
-                super().__init__()
-                self.net = linear()
-                self.register_buffer("queue", torch.ones(3, dtype=DOUBLE))
-
-            def forward(self, inputs: torch.Tensor) -> torch.Tensor:
-                outputs = self.net(inputs)
-                loss = (outputs - self.queue).square().mean()
-                self.queue = outputs.detach().mean(0)
-                return loss
-
-        report = check(Queue(), classes(12, DOUBLE)[0], loss_fn=None, state="window")
-        assert report.passed
-        assert cause(report).startswith("What forwards write to state depends on their samples")
-
     @pytest.mark.weighted
     def test_samples_that_are_drawn_by_their_places(self) -> None:
         def bootstrap(model: nn.Module, batch: Any) -> torch.Tensor:

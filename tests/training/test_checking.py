@@ -147,19 +147,6 @@ class TestWhatIsMeasured:
         model[1].eval()
         assert check(model).passed
 
-    @pytest.mark.weighted
-    @pytest.mark.parametrize("batch_norm", ["ghost:2", "ghost:3", "ghost:32", "frozen"])
-    def test_batch_norm_takes_the_statistics_that_it_is_to_train_by(self, batch_norm: str) -> None:
-        model = nn.Sequential(nn.Linear(8, 4), nn.BatchNorm1d(4), nn.Tanh(), nn.Linear(4, 3)).double()
-        report = check(model, classes(20, DOUBLE), batch_norm=batch_norm)
-        assert report.passed
-        assert len(report.cuts) == 3
-        assert check(model, classes(20, DOUBLE)).passed is False
-        group = {"ghost:32": 4, "ghost:3": 3, "ghost:2": 2}.get(batch_norm, 1)
-        assert all(size % group == 0 for cut in report.cuts for size in cut.sizes)
-        with pytest.raises(errors.ArgumentError, match=rf"^batch='1 sample': expected at least {2 * group} samples"):
-            check(model, classes(1, DOUBLE), batch_norm=batch_norm)
-
     def test_a_compiled_model_is_measured_eagerly_and_its_tensors_have_their_own_names(self) -> None:
         model = mlp(DOUBLE)
 

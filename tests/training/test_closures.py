@@ -68,7 +68,7 @@ class Uncounted(TwoSteps):
 
     def step(self, closure: Any = None) -> Any:  # type: ignore[override]
         if closure is None:
-            raise ValueError("a function, please")
+            raise ValueError("a closure, please")
         self.first_step(zero_grad=False)
         loss = closure()
         self.second_step()
@@ -124,8 +124,7 @@ FIRST_USE_WHAT_IS_THERE: dict[str, Make] = {
     "adaptive rho": lambda params: TwoSteps(params, rho=0.5, lr=0.01),
 }  # fmt: skip
 CALL_IT_FIRST: dict[str, Make] = {
-    "drops what is there": ClosureFirst,
-    "drops what is there, and demands": DemandingFirst,
+    "drops what is there": DemandingFirst,
     "LBFGS": lambda params: torch.optim.LBFGS(params, lr=0.1, max_iter=4),
     "LBFGS, searching": lambda params: torch.optim.LBFGS(params, max_iter=4, line_search_fn="strong_wolfe"),
 }
@@ -203,8 +202,16 @@ def test_those_that_do_without_are_given_none() -> None:
     assert optimizer.given == 0
 
 
+def test_one_that_is_resumed_is_given_a_closure() -> None:
+    model = mlp(torch.float64)
+    first, again = (Accumulator(model, TwoSteps(model.parameters()), loss_fn=cross_entropy) for _ in range(2))
+    first.step(DATA[0])
+    again.load_state_dict(first.state_dict())
+    assert again.step(DATA[0]).isfinite()
+
+
 class TestErrors:
-    def test_one_that_had_written_before_it_was_refused_says_what_to_do(self) -> None:
+    def test_that_do_not_name_a_closure_say_what_to_do(self) -> None:
         class Late(TwoSteps):
             def step(self, closure: Any = None) -> Any:  # type: ignore[override]
                 self.first_step(zero_grad=True)

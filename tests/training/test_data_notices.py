@@ -86,8 +86,6 @@ def test_nothing_is_said_where_both_leave_out_as_many() -> None:
         (17, {}, True),
         (18, {}, False),
         (17, {"drop_last": True}, False),
-        (17, {"batch_norm": "frozen"}, False),
-        (17, {"batch_norm": "ghost:4"}, True),
         (17, {"epochs": None, "steps": 2}, False),
         (17, {"epochs": None, "samples": 17}, True),
         (17, {"model": nn.Linear(4, 3)}, False),

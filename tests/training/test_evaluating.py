@@ -60,12 +60,13 @@ class TestEvaluate:
             told, rel=1e-6
         )
 
+    @pytest.mark.filterwarnings("ignore::autoaccum.AutoaccumWarning")  # of BatchNorm over micro-batches
     def test_within_a_callback_it_leaves_the_run_as_it_is(self) -> None:
         def fit(*callbacks: Any) -> list[Any]:
             model = noisy()
             autoaccum.fit(
                 model, classes(24), effective_batch=8, micro_batch=4, loss_fn=cross_entropy, progress=False,
-                device="cpu", verify=False, batch_norm="frozen", callbacks=callbacks,
+                device="cpu", verify=False, callbacks=callbacks,
             )  # fmt: skip
             return of(model)
 

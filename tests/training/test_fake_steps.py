@@ -1,4 +1,4 @@
-"""A step without values: what it holds, and the rungs that it can stand on."""
+"""A step without values: what it holds, and the levels that it can stand on."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from autoaccum.memory.fake import Fakes
 from autoaccum.training.check_samples import open_samples
 from autoaccum.training.fake_copies import FakeSamples
 from autoaccum.training.fake_steps import FakeStep
+from autoaccum.window.blocks import OFF
 
 CPU = torch.device("cpu")
 
@@ -31,48 +32,33 @@ def deep(layers: int = 8) -> nn.Module:
     return nn.Sequential(*[nn.Sequential(nn.Linear(64, 64), nn.Tanh(), nn.Tanh()) for _ in range(layers)])
 
 
-def test_rungs_are_those_of_a_run() -> None:
-    names = {mode: [rung.name for rung in step(deep()).rungs(512, mode)] for mode in ("auto", "off", "checkpoint")}
-    assert names["off"] == ["off"]
-    assert len(names["auto"]) == 3
-    assert names["auto"][0] == "off"
-    assert names["auto"][1].startswith("checkpoint, every 2nd of ")
-    assert names["checkpoint"] == names["auto"][2:]
-    assert [rung.name for rung in step(nn.Linear(64, 64)).rungs(512, "auto")] == ["off"]
-    assert [rung.name for rung in step(nn.Linear(64, 64)).rungs(512, "checkpoint")] == ["off"]
-
-
-def test_each_rung_takes_less_than_the_one_above() -> None:
+def test_the_level_takes_less_than_none_and_the_same_again() -> None:
     made = step(deep())
-    peaks = [made.peak(512, rung).bytes for rung in made.rungs(512, "auto")]
-    assert peaks == sorted(peaks, reverse=True)
-    assert peaks[2] < 0.75 * peaks[0]
-
-
-def test_the_same_size_takes_the_same_again() -> None:
-    made = step(deep())
-    off, some, every = made.rungs(64, "auto")
-    first = [made.peak(64, rung) for rung in (off, some, every)]
-    assert [made.peak(64, rung) for rung in (off, some, every)] == first
-    assert made.peak(128, off).bytes > first[0].bytes
+    (every,) = made.levels()
+    assert every.name == "checkpoint, every Sequential"
+    peaks = [made.peak(512, level) for level in (OFF, every)]
+    assert peaks[1].bytes < 0.75 * peaks[0].bytes
+    assert [made.peak(512, level)[:5] for level in (OFF, every)] == [peak[:5] for peak in peaks]
+    assert made.peak(1024, OFF).bytes > peaks[0].bytes
+    assert step(nn.Linear(64, 64)).levels() == []
 
 
 def test_what_is_held() -> None:
     model = nn.Sequential(nn.Linear(64, 64, bias=False), nn.BatchNorm1d(64, affine=False))
     weight = 64 * 64 * 4
     made = step(model)
-    peak = made.peak(4, next(iter(made.rungs(4, "off"))))
+    peak = made.peak(4, OFF)
     assert peak.parameters == weight + 3 * 512  # the running mean and variance, and the count of batches
     assert peak.gradients == weight
     assert peak.optimizer == 2 * weight + 512
     assert peak.copies == 3 * 512
-    assert peak.held == sum(peak[1:])
+    assert peak.held == sum(peak[1:5])
 
 
 @pytest.mark.parametrize("momentum", [0.0, 0.9])
 def test_state_that_a_step_makes_is_held(momentum: float) -> None:
     made = step(nn.Linear(64, 64, bias=False), optimizer=lambda p: torch.optim.SGD(p, lr=0.1, momentum=momentum))
-    peak = made.peak(4, next(iter(made.rungs(4, "off"))))
+    peak = made.peak(4, OFF)
     assert peak.optimizer == (64 * 64 * 4 if momentum else 0)
 
 
@@ -88,5 +74,5 @@ def test_state_of_a_foreign_optimizer_too() -> None:
 
     Foreign.__module__ = "foreign"
     made = step(nn.Linear(64, 64, bias=False), optimizer=Foreign)
-    peak = made.peak(4, next(iter(made.rungs(4, "off"))))
+    peak = made.peak(4, OFF)
     assert peak.optimizer == 64 * 64 * 4

@@ -125,19 +125,6 @@ class TestState:
     def test_a_run_without_any_keeps_what_it_always_kept(self) -> None:
         assert Hooks([print, lambda record: None]).state_dict() == {}
 
-    @pytest.mark.parametrize(
-        ("state", "entry"),
-        [(3, "callbacks"), ([{"place": 0}], "callbacks[0].type"), ([{"place": -1, "type": "Counter", "state": {}}], "callbacks[0].place")],
-    )  # fmt: skip
-    def test_one_that_nobody_wrote_is_refused(self, state: Any, entry: str) -> None:
-        options: dict[str, Any] = {"effective_batch": 8, "loss_fn": cross_entropy, "device": "cpu", "progress": False}
-        trainer = autoaccum.Trainer(mlp(), classes(20), callbacks=[Counter()], **options)
-        weights, saved = trainer.state_dict()
-        assert saved["callbacks"] == [{"place": 0, "type": "Counter", "state": {"windows": 0}}]
-        with pytest.raises(CheckpointCorruptError) as caught:
-            trainer.load_state_dict(weights, saved | {"callbacks": state})
-        assert caught.value.entry == entry
-
     def test_that_the_callback_refuses_is_the_checkpoints_error(self) -> None:
         options: dict[str, Any] = {"effective_batch": 8, "loss_fn": cross_entropy, "device": "cpu", "progress": False}
         trainer = autoaccum.Trainer(mlp(), classes(20), callbacks=[Counter()], **options)

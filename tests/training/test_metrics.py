@@ -15,7 +15,6 @@ import pytest
 import torch
 from torch import nn
 from torch.nn.functional import cross_entropy
-from torch.nn.utils.rnn import pad_sequence
 from torch.utils.data import IterableDataset
 from transformers.modeling_outputs import CausalLMOutput
 
@@ -612,11 +611,6 @@ def tokens(*lengths: int) -> list[Any]:
     return [(ids := torch.arange(length) % 8 + 1, ids) for length in lengths]
 
 
-def padded(items: list[Any]) -> tuple[torch.Tensor, torch.Tensor]:
-    inputs, targets = zip(*items, strict=True)
-    return pad_sequence(inputs, batch_first=True), pad_sequence(targets, batch_first=True, padding_value=-100)
-
-
 class Tagger(nn.Module):
     """Sees no padding beside a token: each output comes from its own."""
 
@@ -628,56 +622,12 @@ class Tagger(nn.Module):
         return self.out(self.embedding(ids)).transpose(1, 2)
 
 
-def tagged(samples: list[Any], metric: Any, collate: Any = padded) -> Any:
-    return autoaccum.fit(
-        Tagger(), samples, effective_batch=2, loss_fn=cross_entropy, collate_fn=collate, device="cpu",
-        progress=False, validation_data=samples, metrics={"right": metric},
-    )  # fmt: skip
-
-
 def all_right(outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
     return outputs.argmax(1) == targets
 
 
-def test_values_of_padding_are_refused_before_training() -> None:
-    """What is tried is the longest and the shortest of the first few samples, each of them as it is padded alone."""
-    told = (
-        "metrics='right': .* It returned 14 for long samples beside short ones, and 7 and 2 for each alone: it counts"
-    )
-    with pytest.raises(ArgumentError, match=told):
-        tagged(tokens(4, 3, 7, 2), all_right)
-
-
-def masked(items: list[Any]) -> tuple[torch.Tensor, torch.Tensor]:
-    """What a masked language model is trained on: other targets each time."""
-    inputs, targets = padded(items)
-    return inputs, targets.masked_fill(torch.rand(targets.shape) > 0.5, -100)
-
-
-def ended(items: list[Any]) -> tuple[torch.Tensor, torch.Tensor]:
-    """Write to the samples."""
-    for _, _, ids in [(None, None, item[0]) for item in items]:
-        ids.resize_(len(ids) + 1)[-1] = 8
-    return padded([(ids, ids) for ids, _ in items])
-
-
 def equal_only(items: list[Any]) -> tuple[torch.Tensor, torch.Tensor]:
     return torch.stack([ids for ids, _ in items]), torch.stack([targets for _, targets in items])
-
-
-@pytest.mark.parametrize(
-    ("metric", "options"),
-    [
-        (lambda outputs, targets: all_right(outputs, targets)[targets != -100], {}),
-        (lambda outputs, targets: all_right(outputs, targets)[targets != -100], {"collate": masked}),
-        (lambda outputs, targets: all_right(outputs, targets)[outputs.argmax(1) == 1], {}),
-        (lambda outputs, targets: all_right(outputs, targets).float().mean(1), {}),
-    ],
-)
-def test_values_of_what_is_no_padding_are_taken(metric: Any, options: Any) -> None:
-    for seed in range(4):
-        torch.manual_seed(seed)
-        tagged(tokens(12, 3, 31, 2), metric, **options)
 
 
 def test_samples_that_never_meet_are_not_tried_together() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,6 @@ from torch import nn
 from torch.nn.functional import cross_entropy
 
 import autoaccum
-from autoaccum.errors import CheckpointCorruptError
 from autoaccum.events import Notice, StepReport
 from autoaccum.training.optimizer_attributes import OptimizerAttributes
 from tests.models import classes, mlp
@@ -113,6 +113,40 @@ def test_those_of_one_that_is_wrapped_come_back_too(tmp_path: Path) -> None:
     assert not [event for event in result.events if isinstance(event, Notice)]
 
 
+class Draws(Decays):
+    """Its rate is drawn."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params)
+        self.of_torch, self.of_numpy = torch.Generator().manual_seed(3), np.random.default_rng(3)
+        self.of_python, self.more = random.Random(3), [random.Random(4), random.Random(5)]
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        rate = float(torch.rand((), generator=self.of_torch)) + self.of_numpy.random() + self.of_python.random()
+        for p in self.parameters:
+            p.sub_(p.grad * rate)
+
+
+class DrawsMore(Draws):
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        super().step(closure)
+        self.more[1].random()
+
+
+def test_generators_of_an_optimizer_go_on_where_they_were(tmp_path: Path) -> None:
+    _, expected = train(Draws)
+    train(Draws, run_dir=tmp_path, callbacks=[stop])
+    result, found = train(Draws, run_dir=tmp_path)
+    assert torch.equal(found, expected)
+    assert not [event for event in result.events if isinstance(event, Notice)]
+
+
+def test_those_in_lists_are_announced(tmp_path: Path) -> None:
+    with pytest.warns(autoaccum.AutoaccumWarning, match="DrawsMore changes more of its own"):
+        train(DrawsMore, run_dir=tmp_path)
+
+
 def test_what_cannot_be_saved_is_announced_after_the_first_step(tmp_path: Path) -> None:
     told = []
     with pytest.warns(autoaccum.AutoaccumWarning, match="Loses changes tracker, by_id of its own"):
@@ -153,10 +187,3 @@ def test_pytorchs_own_keep_nothing_on_themselves() -> None:
     optimizer = torch.optim.LBFGS(mlp().parameters())
     found = OptimizerAttributes(optimizer)
     assert (found.state_dict(), found.lost()) == ({}, [])
-
-
-@pytest.mark.parametrize("state", [[], {"step": 1}, {"param_groups": []}, {1: 2}, {"inner.taken": 1}])
-def test_methods_and_what_is_pytorchs_are_not_put_back(state: Any) -> None:
-    found = OptimizerAttributes(Decays(mlp().parameters()))
-    with pytest.raises(CheckpointCorruptError, match="optimizer_attributes"):
-        found.check(state, "optimizer_attributes")

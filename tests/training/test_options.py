@@ -152,7 +152,7 @@ def test_the_budget_is_one_of_three_arguments() -> None:
 def test_what_a_resumed_run_has_to_have_in_common() -> None:
     """A change of this list is a change of what the directories of earlier versions can be gone on with."""
     assert [argument.name for argument in OF_FIT.values() if argument.decides == "training"] == [
-        "lr_scaling", "base_batch", "precision", "clip_norm", "state", "batch_norm", "accumulate", "verify",
+        "lr_scaling", "base_batch", "precision", "clip_norm", "accumulate", "verify",
         "compression", "seed", "shuffle", "drop_last",
     ]  # fmt: skip
 

@@ -15,8 +15,8 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau, StepLR
 import autoaccum
 from autoaccum import StopTraining
 from autoaccum.callbacks import EarlyStopping, ReduceOnPlateau
-from autoaccum.errors import ArgumentError, CheckpointCorruptError, ConflictingArgumentsError
-from autoaccum.events import Finished, Started, Validated
+from autoaccum.errors import ArgumentError, ConflictingArgumentsError
+from autoaccum.events import Finished, Started, StepReport, Validated
 from tests.models import classes, mlp
 
 
@@ -167,12 +167,72 @@ def test_arguments_that_are_none_are_named(options: Any, argument: str) -> None:
     assert caught.value.argument == argument
 
 
-@pytest.mark.parametrize("make", [EarlyStopping, ReduceOnPlateau])
-def test_a_state_that_nobody_wrote_is_refused(make: Any) -> None:
-    callback = make()
-    state = callback.state_dict()
-    callback.load_state_dict(state)
-    assert callback.state_dict() == state
-    for name in state:
-        with pytest.raises(CheckpointCorruptError, match=f"callbacks.state.{name}"):
-            callback.load_state_dict(state | {name: b"x"})
+def loss_beside(outputs: torch.Tensor, targets: torch.Tensor) -> Any:
+    loss = cross_entropy(outputs, targets)
+    return loss, {"acc": (outputs.argmax(1) == targets).float().mean(), "rows": outputs}
+
+
+def two_losses(outputs: torch.Tensor, targets: torch.Tensor) -> Any:
+    return {"first": cross_entropy(outputs, targets), "second": cross_entropy(2 * outputs, targets)}
+
+
+def in_eval_mode_alone(model: Any, batch: Any) -> Any:
+    loss = cross_entropy(model(batch[0]), batch[1])
+    return loss if model.training else (loss, {"acc": loss.detach()})
+
+
+def accuracy(outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    return outputs.argmax(1) == targets
+
+
+class TestNames:
+    @staticmethod
+    def run(metric: str, windows: list[int], make: Any = EarlyStopping, **options: Any) -> Any:
+        def count(record: Any) -> None:
+            windows.extend([record.step] if isinstance(record, StepReport) else [])
+
+        given: dict[str, Any] = {"loss_fn": cross_entropy} if "training_step" not in options else {}
+        return autoaccum.fit(
+            mlp(), classes(16), effective_batch=4, micro_batch=4, epochs=2, device="cpu", progress=False, cache=False,
+            verify=False, validation_data=classes(8), callbacks=[count, make(metric=metric, mode="max")], **{**given, **options},
+        )  # fmt: skip
+
+    @pytest.mark.parametrize("make", [EarlyStopping, ReduceOnPlateau])
+    @pytest.mark.parametrize("loss_fn", [cross_entropy, torch.nn.CrossEntropyLoss()])
+    def test_before_training_where_nothing_can_stand_beside_the_loss(self, make: Any, loss_fn: Any) -> None:
+        windows: list[int] = []
+        with pytest.raises(
+            ArgumentError, match=r"^metric='accuracy': expected one of acc, loss, .* Did you mean acc\?"
+        ):
+            self.run("accuracy", windows, make, loss_fn=loss_fn, metrics={"acc": accuracy})
+        assert windows == []
+
+    @pytest.mark.parametrize(
+        ("options", "names", "meant"),
+        [
+            ({"loss_fn": loss_beside}, "acc, loss", "acc"),
+            ({"loss_fn": two_losses, "metrics": {"accurate": accuracy}}, "accurate, loss, loss/first", "accurate"),
+            ({"training_step": in_eval_mode_alone}, "acc, loss", "acc"),
+        ],
+    )
+    def test_the_first_validation_shows_what_does(self, options: Any, names: str, meant: str) -> None:
+        windows: list[int] = []
+        with pytest.raises(
+            ArgumentError, match=rf"^metric='accuracy': expected one of {names}.* Did you mean {meant}\?"
+        ):
+            self.run("accuracy", windows, **options)
+        assert windows == [1, 2, 3, 4]
+
+    @pytest.mark.parametrize(
+        ("metric", "options"),
+        [
+            ("acc", {"loss_fn": loss_beside}),
+            ("loss/second", {"loss_fn": two_losses}),
+            ("acc", {"training_step": in_eval_mode_alone}),
+            ("acc", {"metrics": {"acc": accuracy}}),
+        ],
+    )
+    def test_what_is_reported_is_taken(self, metric: str, options: Any) -> None:
+        windows: list[int] = []
+        self.run(metric, windows, **options)
+        assert windows == list(range(1, 9))

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from autoaccum import errors
-from autoaccum.training.prepared import unprepared
+from autoaccum.training.accumulator import _unprepared as unprepared
 
 
 class AcceleratedOptimizer:

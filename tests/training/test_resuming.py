@@ -580,6 +580,7 @@ def test_of_windows() -> None:
 NOT_KEPT = {
     "OptimizerAttributes._of": "what each optimizer had before its first step",
     "Order._newest": "of the pass that runs; the next one begins where it was left",
+    "Stepper._has_stepped": "whether a step of this process has ended well",
     "Strays.windows": "whose steps are watched: those of this process",
     # Of this process alone.
     "Shortages._looks": "what is written of them is in files",
@@ -595,10 +596,6 @@ NOT_KEPT = {
     "Plans.next_look": "a reading of the clock",
     "Searching.gradient_bytes": "what the parameters take, asked for in each window of a search",
     "Plans.growing_from": "an event is worded by it",
-    "Plans._known_above": "sizes are found out anew where a rung that was tried is left",
-    "Contest.is_open": "kept once there are rungs; else it is over as soon as a plan is there",
-    "Contest._seconds": "windows are timed anew",
-    "Contest.windows": "the same",
     "Step._piece": "what runs at this moment",
     "Step._is_timed": "of the window that runs",
     "JoinableTransaction._has_totals": "of the window that runs",

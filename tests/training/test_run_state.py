@@ -1,12 +1,10 @@
-"""A run is put back from what a run can have come to, and from nothing else: a checkpoint may be a stranger's."""
+"""A run is put back as it was; what cannot be put back is named, and the older checkpoint is used."""
 
 from __future__ import annotations
 
 import copy
 import json
 import shutil
-from collections import Counter
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -20,9 +18,7 @@ from autoaccum.errors import AutoaccumWarning, CheckpointCorruptError, Checkpoin
 from autoaccum.events import Notice, Resumed, Started
 from autoaccum.runs.checkpoint import Checkpoints
 from autoaccum.testing import simulated_memory
-from benchmarks.fuzz_checkpoints import CONFIGURATIONS, in_children
 from tests.models import classes
-from tests.processes import in_turn
 from tests.training.test_saving import end_after, fit, made
 
 pytestmark = pytest.mark.filterwarnings("ignore::autoaccum.errors.AutoaccumWarning")
@@ -47,63 +43,9 @@ def saved(steps: int = 7, **options: Any) -> tuple[Any, Any]:
     return copy.deepcopy(trainer.state_dict())
 
 
-def set_at(*path: Any, to: Any) -> Callable[[Any], None]:
-    def change(state: Any) -> None:
-        for key in path[:-1]:
-            state = state[key]
-        state[path[-1]] = to(state[path[-1]]) if callable(to) else to
-
-    return change
-
-
-CHANGES: dict[str, Callable[[Any], None]] = {
-    "epoch": set_at("epoch", to=-1),
-    "epoch_seen": set_at("epoch_seen", to=41),
-    "samples_seen": set_at("samples_seen", to=999),
-    "effective_batch": set_at("effective_batch", to=9),
-    "windows": set_at("windows", to=[(8, 10**15)]),
-    "windows ": set_at("windows", to=[(1, 16)]),
-    "reports": set_at("reports", to=lambda reports: reports[1:]),
-    "reports[3].micro_batches": set_at("reports", 3, "micro_batches", to=(3, 3, 3)),
-    "reports[3].step": set_at("reports", 3, "step", to=9),
-    "reports[6].num_samples": set_at("reports", 6, "num_samples", to=1),
-    "reports[2].loss": set_at("reports", 2, "loss", to="low"),
-    "_validated": set_at("_validated", to=8),
-    "_best_loss": set_at("_best_loss", to=float("nan")),
-    "device": set_at("device", to=None),
-    "noise": set_at("noise", to=(1.0,)),
-    "validator.ways[0]": set_at("validator", "ways", to=["guess"]),
-    "engine.plan[0]": set_at("engine", "plan", to=(-3, 3, 3)),
-    "engine.tuner.window": set_at("engine", "tuner", "window", to=(2**62, None)),
-    "engine['announced of windows'][0]": set_at("engine", "announced of windows", to=[3]),
-    "learning_rate.steps_taken": set_at("learning_rate", "steps_taken", to=-(10**12)),
-    "learning_rate.scheduler.last_epoch": set_at("learning_rate", "scheduler", "last_epoch", to=None),
-    "learning_rate.scheduler": set_at("learning_rate", "scheduler", "T_max", to=0),
-    "learning_rate.scheduler.step": set_at("learning_rate", "scheduler", "step", to=3),
-    "learning_rate.scheduler ": set_at("learning_rate", "scheduler", to=None),
-    "optimizer.state[0].exp_avg": set_at("optimizer", "state", 0, "exp_avg", to=torch.zeros(3)),
-    "randomness.numpy[2]": set_at("randomness", "numpy", to=lambda state: (*state[:2], 10**9, *state[3:])),
-    "unknown": set_at("epoch", to=1),
-}
-
-
 @pytest.fixture(scope="module")
 def state() -> tuple[Any, Any]:
     return saved()
-
-
-@pytest.mark.parametrize("entry", CHANGES)
-def test_what_no_run_comes_to_is_refused_and_changes_nothing(entry: str, state: tuple[Any, Any]) -> None:
-    weights, others = copy.deepcopy(state)
-    trainer = made(None, **OPTIONS)
-    before = repr(copy.deepcopy(trainer.state_dict()))
-    CHANGES[entry](others)
-    if entry == "unknown":
-        others["unknown"] = 1
-    with pytest.raises(CheckpointCorruptError) as caught:
-        trainer.load_state_dict(weights, others)
-    assert caught.value.entry == entry.strip()
-    assert repr(trainer.state_dict()) == before
 
 
 def test_what_was_loaded_is_what_is_there(state: tuple[Any, Any]) -> None:
@@ -119,32 +61,19 @@ def test_what_was_loaded_is_what_is_there(state: tuple[Any, Any]) -> None:
 def test_the_older_checkpoint_is_gone_on_from_with_a_notice(tmp_path: Path) -> None:
     fit(tmp_path, **OPTIONS, callbacks=[end_after(3)], checkpoint_every=1)
     weights, others = saved(3)
-    others["optimizer"]["state"][0]["exp_avg"] = torch.zeros(3)
+    del others["optimizer"]["param_groups"]
     others["trained"] = json.loads((tmp_path / "config.json").read_text())["trained"]
     shutil.rmtree(tmp_path / "checkpoints" / "step-00000003")
     writer = Checkpoints(tmp_path / "checkpoints")
     writer.save(step=3, weights=weights, state=others, background=False)
     writer.close()
-    with pytest.warns(AutoaccumWarning, match=r"step-00000003: optimizer\.state\[0\]\.exp_avg has the shape \(3,\)"):
+    with pytest.warns(AutoaccumWarning, match="step-00000003: optimizer cannot be put back"):
         result = fit(tmp_path, **OPTIONS)
     assert [event.step for event in result.events if isinstance(event, Resumed)] == [2]
     said = [event for event in result.events if isinstance(event, Notice) and "cannot be read" in event.cause]
     assert "goes on from step-00000002" in said[0].consequence
     whole = made(None, **OPTIONS).fit()
     assert [report.loss for report in result.history] == [report.loss for report in whole.history]
-
-
-def test_the_number_of_steps_is_that_of_the_manifest(tmp_path: Path) -> None:
-    fit(tmp_path, **OPTIONS, callbacks=[end_after(3)])
-    weights, others = saved(3)
-    others["trained"] = json.loads((tmp_path / "config.json").read_text())["trained"]
-    shutil.rmtree(tmp_path / "checkpoints")
-    writer = Checkpoints(tmp_path / "checkpoints")
-    writer.save(step=4, weights=weights, state=others, background=False)
-    writer.close()
-    with pytest.raises(CheckpointCorruptError, match="is 3, in the checkpoint of step 4") as caught:
-        fit(tmp_path, **OPTIONS)
-    assert caught.value.entry == "engine.step"
 
 
 class Failing(LambdaLR):
@@ -186,17 +115,6 @@ def test_memory_that_runs_out_makes_no_checkpoint_corrupt(limit: int, tmp_path: 
     assert isinstance(caught.value.__cause__, MemoryError | torch.OutOfMemoryError)
     with simulated_memory(4 * limit):
         assert fit(tmp_path, model=wide()).num_steps == 10
-
-
-@in_turn
-def test_two_hundred_mutations() -> None:
-    """20,000 are in benchmarks/results/fuzz_checkpoints.md."""
-    found = list(in_children(list(CONFIGURATIONS), 0, 200))
-    assert len(found) == 200
-    assert [one for one in found if one[1].isupper()] == []
-    kinds = Counter(kind for _, kind, _ in found)
-    assert min(kinds["refused, the entry named"], kinds["the older one was used"]) > 40
-    assert kinds["resumed as the tree says"] > 8
 
 
 def test_a_run_that_was_stopped_before_its_first_window_goes_on(tmp_path: Path) -> None:

@@ -125,18 +125,9 @@ def test_a_state_of_another_version_is_a_typed_error(tmp_path: Path, monkeypatch
     with monkeypatch.context() as patched:
         patched.setattr(Trainer, "state_dict", without)
         fit(tmp_path, epochs=1)
-    with pytest.raises(CheckpointCorruptError, match=r"step-00000005: randomness is missing\.") as caught:
+    with pytest.raises(CheckpointCorruptError, match="step-00000005: randomness cannot be put back") as caught:
         fit(tmp_path, epochs=2)
     assert caught.value.entry == "randomness"
-
-
-def test_the_entries_are_those_of_the_first_version_in_their_order() -> None:
-    _, state = made(None).state_dict()
-    assert list(state) == [
-        "buffers", "modules", "optimizer", "learning_rate", "engine", "validator", "noise",
-        "epoch", "epoch_samples", "epoch_seen", "samples_seen", "effective_batch", "windows", "reports",
-        "_validated", "_validation_loss", "_best_loss", "device", "randomness",
-    ]  # fmt: skip
 
 
 @pytest.mark.parametrize("shuffles", [True, False])

@@ -21,7 +21,6 @@ from autoaccum.planning.attempts import Piece
 from autoaccum.verification.certain import KEPT, NOT_FINITE, PENALTIES
 from autoaccum.verification.examiner import Examination, Examiner
 from autoaccum.verification.verdict import measure
-from autoaccum.window import restoring
 from autoaccum.window.gradient import Gradient
 from autoaccum.window.transaction import Transaction
 from tests.devices import DEVICE
@@ -545,13 +544,6 @@ class TestState:
         assert again.transaction.hypothesis == "items"
         again.number = 2
         again.examine(8)  # whose loss is not the first
-
-    @pytest.mark.parametrize("loss", [plain, summed, pairs])
-    def test_it_is_such_as_a_checkpoint_may_hold(self, loss: Any) -> None:
-        made = Examined(loss)
-        for sizes in ((8,), (3, 3, 2), (4, 1)):
-            made.examine(*sizes)
-            restoring._VERIFIED(made.examiner.state_dict()["verified"], "verified")
 
     def test_one_that_measured_nothing_goes_on_to_measure(self) -> None:
         """A run that was not verified, and a checkpoint from before anything was."""

@@ -23,7 +23,6 @@ from autoaccum.verification.notices import (
     half_precision_notices,
     has_backward_hooks,
     joined_notice,
-    part_of_state_notice,
     suspected,
     uncertain_notice,
     unmeasured_notice,
@@ -72,13 +71,12 @@ def test_each_case_has_a_consequence_of_its_own() -> None:
         doubt_notice("the reason", "Do this"),
         unmeasured_notice("why"),
         uncertain_notice("why"),
-        part_of_state_notice(),
         drawn_once_notice(),
         compiled_notice(),
         backward_hook_notice(),
         failed(0.1),
     ]
-    assert len({notice.consequence for notice in said}) == len(said) == 10
+    assert len({notice.consequence for notice in said}) == len(said) == 9
 
 
 SUSPICION = doubt_notice("the reason", "Do this")

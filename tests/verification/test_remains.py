@@ -1,10 +1,12 @@
-"""What a window leaves in state that moves once a window: that of a queue is a part, that of a momentum encoder all."""
+"""What steps leave in state: as unsplit training leaves it, or announced."""
 
 from __future__ import annotations
 
 import copy
 import warnings
 from collections import deque
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -80,11 +82,7 @@ def causes_of(model: nn.Module, **options: Any) -> list[str]:
 
 @pytest.mark.weighted
 @pytest.mark.device
-def test_a_window_that_leaves_a_part_is_told() -> None:
-    assert causes_of(Queue(), state="window") == ["What forwards write to state d"]
-    assert causes_of(Momentum(), state="window") == []
-    assert causes_of(Normed(), state="window") == []
-    # Otherwise it is the gradient that is not exact.
+def test_a_gradient_that_depends_on_state_is_told() -> None:
     assert causes_of(Queue()) == ["The loss is neither a mean ove"]
 
 
@@ -131,45 +129,28 @@ class Keeping(nn.Module):
 
 @pytest.mark.device
 @pytest.mark.parametrize(
-    ("kind", "is_part"),
+    "make",
     [
-        ("a tensor", True), ("a list", True), ("a deque", True), ("a dict", True), ("a number", True),
-        ("an array", True), ("a count of calls", False), ("a log", False),
+        *[partial(Keeping, kind) for kind in ("a tensor", "a list", "a deque", "a dict", "a number", "an array")],
+        *[partial(Keeping, kind) for kind in ("a count of calls", "a log")], Queue, Momentum, Normed,
     ],
+    ids=str,
 )  # fmt: skip
-def test_wherever_samples_are_kept(kind: str, is_part: bool) -> None:
-    assert causes_of(Keeping(kind), state="window") == ["What forwards write to state d"] * is_part
-
-
-@pytest.mark.parametrize("is_global", [False, True])
-def test_what_a_function_keeps_in_a_variable(is_global: bool) -> None:
-    global _seen
-    _seen = seen = 0.0
-    inputs = torch.randn(24, 6, dtype=DOUBLE, generator=torch.Generator().manual_seed(1))
-
-    def in_closure(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
-        nonlocal seen
-        loss = (model(batch) - seen).square().mean()
-        seen = 0.5 * seen + 0.5 * float(loss.detach())
-        return loss
-
-    def in_global(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
-        global _seen
-        loss = (model(batch) - _seen).square().mean()
-        _seen = 0.5 * _seen + 0.5 * float(loss.detach())
-        return loss
-
-    torch.manual_seed(0)
-    model, step = nn.Linear(6, 1, dtype=DOUBLE), in_global if is_global else in_closure
-    report = autoaccum.check(model, inputs, training_step=step, state="window", device="cpu")
-    assert report.passed
-    assert report.notice is not None
-    assert report.notice.cause.startswith("What forwards write to state depends")
-    assert (seen, _seen) == (0.0, 0.0)
-
-
-_seen = 0.0
-"""A baseline in a global variable, as a script has it."""
+def test_wherever_the_next_forward_finds_it_it_is_that_of_full_batches(make: Callable[[], nn.Module]) -> None:
+    inputs = torch.randn(4, 12, 6, dtype=DOUBLE, generator=torch.Generator().manual_seed(1))
+    left = []
+    for micro_batch in (12, 4):
+        model = there(make())
+        accumulator = autoaccum.Accumulator(
+            model, torch.optim.SGD(model.parameters(), lr=0.1), micro_batch=micro_batch,
+            training_step=lambda model, batch: model(batch).mean(),
+        )  # fmt: skip
+        for batch in there(inputs):
+            accumulator.step(batch)
+        left.append(model.state_dict())
+        assert not [event for event in accumulator.events if isinstance(event, Notice)]
+    for name, value in left[0].items():
+        torch.testing.assert_close(left[1][name], value, rtol=1e-9, atol=1e-12, msg=name)
 
 
 @pytest.mark.device

@@ -12,7 +12,6 @@ import torch
 from torch import nn
 
 from autoaccum.window import optimizer_state as module
-from autoaccum.window.offloading import NotRestoredError
 from autoaccum.window.optimizer_state import OptimizerState
 from autoaccum.window.optimizers import allocate_state
 from tests.devices import DEVICE
@@ -63,7 +62,6 @@ def step(model: nn.Module, optimizer: torch.optim.Optimizer, seed: int) -> None:
 @pytest.mark.parametrize("kind", OPTIMIZERS)
 def test_the_step_is_the_same_to_the_bit(kind: str) -> None:
     (model, optimizer, state), (other, plainly, _) = made(kind), made(kind)
-    state.is_compared = True
     before = tensors(optimizer)
     for seed in range(3):
         versions = [tensor._version for tensor in before]
@@ -80,17 +78,15 @@ def test_the_step_is_the_same_to_the_bit(kind: str) -> None:
         step(model, optimizer, seed)
         step(other, plainly, seed)
     assert same([*model.parameters(), *before], [*other.parameters(), *tensors(plainly)])
-    assert state.compared == 3 * sum(moved)
 
 
-def test_its_bytes_and_the_memory_that_it_leaves() -> None:
+def test_the_memory_that_it_leaves() -> None:
     _, optimizer, state = made()
-    assert state.num_bytes() == 2 * 2 * 600 * 600 * 4
     if DEVICE == "cpu":
         return
     gc.collect()
     before = requested_bytes()
-    moved = state.num_bytes()
+    moved = 2 * 2 * 600 * 600 * 4
     state.take_out()
     assert before - requested_bytes() >= moved
     assert {t.device.type for t in tensors(optimizer) if t.nbytes > 2**20} == {"cpu"}
@@ -153,15 +149,6 @@ def test_memory_that_runs_out_half_way_back(monkeypatch: pytest.MonkeyPatch) -> 
     state.put_back()
     assert not any(is_out(t, state) for t in tensors(optimizer))
     assert same(tensors(optimizer), values)
-
-
-def test_what_comes_back_with_other_bits_is_found_out() -> None:
-    _, optimizer, state = made("SGD")
-    state.is_compared = True
-    state.take_out()
-    next(t for t in tensors(optimizer) if is_out(t, state))[3, 3] = 7.0
-    with pytest.raises(NotRestoredError, match="other bits"):
-        state.put_back()
 
 
 def test_memory_of_the_host_is_taken_once(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -607,3 +607,27 @@ def test_an_optimizer_that_cannot_step_on_them_is_refused() -> None:
     model = halves()
     with pytest.raises(ArgumentError, match=r"gradients of torch.float32 for parameters of torch.bfloat16"):
         autoaccum.Accumulator(model, torch.optim.AdamW(model.parameters()), loss_fn=nn.functional.mse_loss)
+
+
+@needs_types_of_gradients
+@pytest.mark.filterwarnings("ignore::autoaccum.AutoaccumWarning")
+def test_an_optimizer_that_cannot_may_follow_one_for_which_they_were_chosen() -> None:
+    model, inputs = nn.Linear(6, 1).bfloat16(), torch.randn(8, 6).bfloat16()
+    options: dict[str, Any] = {"training_step": lambda model, batch: model(batch).square().mean(), "micro_batch": 4}
+    autoaccum.Accumulator(model, torch.optim.SGD(model.parameters(), lr=0.1), **options).step(inputs)
+    assert model.weight.grad_dtype is torch.float32
+    for optimizer in (torch.optim.AdamW, torch.optim.SGD):
+        autoaccum.fit(
+            model, inputs, effective_batch=8, optimizer=optimizer(model.parameters(), lr=0.1), steps=1, device="cpu",
+            progress=False, **options,
+        )  # fmt: skip
+        assert model.weight.grad_dtype is torch.bfloat16, "a loop by hand may step on what fit leaves"
+        assert model.weight.grad is None or model.weight.grad.dtype is torch.bfloat16
+
+
+@needs_types_of_gradients
+def test_the_default_optimizer_is_refused_too() -> None:
+    model = halves()
+    with pytest.raises(ArgumentError, match=r"gradients of torch.float32 for parameters of torch.bfloat16"):
+        make_optimizer(None, None, list(model.parameters()))
+    assert model.weight.grad_dtype is torch.float32, "the user has asked for it"

@@ -10,14 +10,9 @@ import pytest
 from torch.nn.functional import cross_entropy
 
 import autoaccum
-from autoaccum.errors import NothingFitsError
 from autoaccum.events import Event, MemorySaving, Notice, Planned, Replanned
-from autoaccum.memory.waiting import Shortage
-from autoaccum.planning.attempts import Piece
-from autoaccum.planning.contest import Best
 from autoaccum.planning.tuner import Tuner
 from autoaccum.testing import simulated_memory
-from autoaccum.window.step import Failure
 from tests.models import classes, mlp
 from tests.window.making import step_of
 
@@ -44,9 +39,7 @@ def test_once_memory_is_saved_otherwise_the_plan_is_told_anew_and_nothing_is_kno
     step.settle(8)
     assert [event.sizes for event in events if isinstance(event, Planned)] == [(8,)]
     assert step.tuner.limits.least_bytes == 200
-    change = MemorySaving(
-        step=1, old="off", new="on", reason="a test", blocks=1, held_bytes=1, recomputed_bytes=1
-    )  # fmt: skip
+    change = MemorySaving(step=1, old="off", new="on", reason="a test", blocks=1)
     step.saving.is_off = False
     step.plans.saves(change)
     assert events[-1] is change
@@ -186,67 +179,6 @@ def test_a_plan_that_is_expected_to_pass_the_limit_is_told(used: int) -> None:
         step.plans.announce(4)
     causes = [event.cause for event in events if isinstance(event, Notice)]
     assert causes == (["Window 1 is expected to take 1001 B where the limit is 1000 B"] if used > 1000 else [])
-
-
-@pytest.mark.parametrize("fails", ["trial", "window"])
-def test_a_rung_that_is_tried_and_holds_not_even_the_smallest_is_left_for_the_one_before(fails: str) -> None:
-    """And none is tried again, for a process gives little back."""
-    events: list[Event] = []
-    step = made_of(events, micro_batch=None)
-    for size in (1, 2):
-        step.tuner.observe(size, 100 + 100 * size)
-    step.settle(8)
-    plans, contest = step.plans, step.saving.contest
-    contest.is_allowed = True
-    known, back = step.tuner.state_dict(), []
-
-    def give_back(rungs: int, number: int, why: str) -> MemorySaving:
-        back.append((rungs, why))
-        return MemorySaving(step=number, old="on", new="off", reason=why, blocks=0, held_bytes=1, recomputed_bytes=0)
-
-    step.saving.give_back = give_back
-    assert not plans.gives_up(lambda: None), "nothing is tried"
-    contest.begin(Best(1.0, 2, -1))
-    assert not plans.gives_up(lambda: None), "it is the one above that is tried, below which there is another"
-    contest.begin(Best(1.0, 2, 1))
-    plans._known_best = known
-    step.tuner.start_over(saves=True)
-    window = SimpleNamespace(num_samples=8, lengths=None, micro_batch=lambda start, size: None)
-    error = NothingFitsError(phase="training", micro_batch=1, peak_bytes=900, limit_bytes=800)
-    ran = fails == "trial"  # else memory has run out for it
-    shortage = Shortage(micro_batch=1, peak_bytes=900, error=error, ran=ran)
-    pieces = step.tuner.window(8)
-    next(iter(pieces))
-    patience: Any = SimpleNamespace(may_pass=lambda *_: False)
-    step._after(Failure(Piece(0, 1), shortage), pieces, patience, window)
-    assert back == [(1, "gone back, for not even the smallest micro-batch fits there")]
-    assert contest.best is None
-    assert not contest.is_allowed
-    assert step.tuner.micro_batch == 2, "what was known of sizes is true again"
-
-
-@pytest.mark.parametrize(("limit_bytes", "is_tried"), [(10_000, False), (700, True)])
-def test_no_rung_is_tried_where_there_is_room_for_twice_as_many_anyway(
-    limit_bytes: int, is_tried: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Micro-batches are of 4 for larger ones were no faster, and not for want of memory."""
-    monkeypatch.setattr("autoaccum.window.plans.is_worth_it", lambda *_: True)
-    step = made_of([], micro_batch=None)
-    for size in (1, 2, 4):
-        step.tuner.observe(size, 100 + 100 * size)
-    step.settle(4)
-    step.tuner.resize(8)
-    step.tuner.search.is_on = False
-    step.tuner.limits.heed(limit_bytes)
-    assert step.tuner.plan(8) == (4, 4)
-    asked: list[str] = []
-    monkeypatch.setattr(step.saving, "try_lower", lambda batch, number, limit, why: asked.append(why))
-    step.saving.contest.is_allowed = True
-    step.saving.contest.begin(None)
-    for _ in range(6):
-        step.saving.contest.observe(1.0)
-    step.plans.weigh(SimpleNamespace(num_samples=8, lengths=None), lambda: None)
-    assert bool(asked) is is_tried
 
 
 def test_no_search_learns_from_windows_where_the_limit_is_enforced(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from autoaccum.errors import ArgumentError
-from autoaccum.window.precision import autocast
+from autoaccum.window.precision import autocast, scaler_of
 from tests.devices import DEVICE
 
 HERE = torch.device(DEVICE)
@@ -75,3 +75,13 @@ def test_no_other(precision: Any, meant: str) -> None:
         autocast(precision, HERE)
     cure = f" Did you mean {meant!r}?" if meant else ""
     assert str(caught.value) == f"precision={precision!r}: expected one of 'fp32', 'bf16', 'fp16'.{cure}"
+
+
+def test_gradients_that_no_scaler_takes_are_refused() -> None:
+    model = nn.Sequential(nn.Linear(4, 3).half().requires_grad_(False), nn.Linear(3, 2))
+    optimizer = torch.optim.AdamW(model.parameters())
+    assert scaler_of("fp32", HERE, optimizer) is None
+    assert isinstance(scaler_of("fp16", HERE, optimizer), torch.amp.GradScaler), "what is frozen has no gradient"
+    model.half()
+    with pytest.raises(ArgumentError, match=r"precision='fp16': expected trained parameters in float32.*model.float"):
+        scaler_of("fp16", HERE, optimizer)

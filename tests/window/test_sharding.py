@@ -145,7 +145,6 @@ CANNOT: dict[str, dict[str, Any]] = {
     "noise_scale": {"noise_scale": True},
     "precision": {"precision": "fp16"},
     "compile": {"compile": True},
-    "state": {"state": "window"},
 }
 
 
