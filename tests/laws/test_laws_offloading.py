@@ -24,7 +24,10 @@ from tests.devices import DEVICE
 from tests.faults import strides
 from tests.models import same, state_of
 
-pytestmark = [pytest.mark.gpu]
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.filterwarnings("ignore:Blocks are computed once more .* and there was no memory to compare"),
+]
 
 LENGTH, WIDTH = 16384, 64
 """A tensor of these takes 4 MiB."""
