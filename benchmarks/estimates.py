@@ -2,8 +2,8 @@
 
     python benchmarks/estimates.py [--quick] [--table TABLE] [--only NAME]
 
-On each rung of saving memory the same micro-batch is estimated and trained. The first table has the bytes of tensors,
-which a simulated memory counts. The second has the memory of a process of its own for each rung (its largest resident
+On each level of saving memory the same micro-batch is estimated and trained. The first table has the bytes of tensors,
+which a simulated memory counts. The second has the memory of a process of its own for each level (its largest resident
 set, less what it was before there was a model): beside the bytes that were estimated, as a ratio, and as a line through
 two trials, of a fourth and of half of the micro-batch, foretells it. Trials begin as a probe's, from released memory.
 Each is measured twice: as glibc's heap has it, and where that gives back at once what is freed.
@@ -35,7 +35,6 @@ from autoaccum.memory.cpu import CpuMemory
 from autoaccum.testing import simulated_memory
 from autoaccum.window.saving import Saving
 
-RUNGS = ("off", "every 2nd block", "all blocks")
 COUNTED, RESIDENT = "64MiB", "128MiB"
 """Memory of the devices whose largest micro-batch is taken, in the first and in the second table."""
 HEAPS: dict[str, dict[str, str]] = {"the heap as it is": {}, "mapped": {"MALLOC_MMAP_THRESHOLD_": "131072"}}
@@ -47,13 +46,13 @@ STEPS = 3
 
 
 @contextmanager
-def standing_on(rung: str) -> Iterator[None]:
-    """Let runs begin on a rung, whatever fits."""
+def standing_on(level: str) -> Iterator[None]:
+    """Let runs begin on a level, whatever fits."""
     made, begin = Saving.__init__, Saving.begin
 
     def make(self: Any, *args: Any, **options: Any) -> None:
         made(self, *args, **options)
-        self.wants_begin = rung != "off"
+        self.wants_begin = level != "off"
 
     def go(self: Any, step: int) -> Any:
         self.wants_begin = False
@@ -72,7 +71,7 @@ def options_of(subject: Subject) -> dict[str, Any]:
 
 
 def estimates(subject: Subject, device: str) -> dict[str, autoaccum.Estimate]:
-    """Return an estimate for each rung there is, of the largest micro-batch that fits on the first."""
+    """Return an estimate for each level there is, of the largest micro-batch that fits on the first."""
     torch.manual_seed(0)
     given: dict[str, Any] = {"model": subject.model(), "batch": subject.batch(4), **options_of(subject)}
     off = autoaccum.estimate(**given, device_memory=device, memory_saving="off")
@@ -85,11 +84,11 @@ def estimates(subject: Subject, device: str) -> dict[str, autoaccum.Estimate]:
     return found
 
 
-def trained(subject: Subject, rung: str, size: int) -> autoaccum.StepReport:
+def trained(subject: Subject, level: str, size: int) -> autoaccum.StepReport:
     """Return the report of a settled window of two micro-batches of that size."""
     torch.manual_seed(0)
     data = subject.batch(2 * size)
-    with standing_on(rung):
+    with standing_on(level):
         result = autoaccum.fit(
             subject.model(), data, effective_batch=2 * size, micro_batch=size, min_micro_batch=size, steps=STEPS,
             **options_of(subject), device="cpu", verify=False, cache=False, progress=False, shuffle=False,
@@ -106,9 +105,9 @@ def counted_rows(name: str, subject: Subject) -> list[list[object]]:
         return [[name, "", "", "", "", "", getattr(error, "operation", type(error).__name__), ""]]
     seconds = (time.perf_counter() - started) / len(found)
     rows: list[list[object]] = []
-    for rung, estimate in found.items():
+    for level, estimate in found.items():
         with simulated_memory("64GiB"):
-            report = trained(subject, rung, estimate.micro_batch)
+            report = trained(subject, level, estimate.micro_batch)
         # The data that windows are cut from lie on the simulated device too.
         counted = report.peak_bytes - num_bytes(subject.batch(2 * estimate.micro_batch))
         off = estimate.peak_bytes / counted - 1
@@ -116,7 +115,7 @@ def counted_rows(name: str, subject: Subject) -> list[list[object]]:
         rows.append(
             [
                 name, format_bytes(estimate.parts.parameters), estimate.micro_batch,
-                rung if same else f"{rung}: {estimate.memory_saving}, not {report.memory_saving}",
+                level if same else f"{level}: {estimate.memory_saving}, not {report.memory_saving}",
                 format_bytes(estimate.peak_bytes), format_bytes(counted), f"{100 * off:+.2f} %", f"{seconds:.1f}",
             ]
         )  # fmt: skip
@@ -130,9 +129,9 @@ def release(memory: CpuMemory) -> None:
     memory.release()
 
 
-def resident(name: str, rung: str, sizes: list[int], heap: dict[str, str]) -> list[int]:
+def resident(name: str, level: str, sizes: list[int], heap: dict[str, str]) -> list[int]:
     """Return what a process takes for each of these micro-batches, one after the other from the smallest on."""
-    command = [sys.executable, __file__, "--row", name, rung, *map(str, sizes)]
+    command = [sys.executable, __file__, "--row", name, level, *map(str, sizes)]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", **heap}
     run = subprocess.run(command, capture_output=True, text=True, check=True, env=environment)
     found: list[int] = json.loads(run.stdout.splitlines()[-1])
@@ -140,7 +139,7 @@ def resident(name: str, rung: str, sizes: list[int], heap: dict[str, str]) -> li
 
 
 class Measured(NamedTuple):
-    """A rung of a model as processes have taken it."""
+    """A level of a model as processes have taken it."""
 
     cells: list[object]
     ratios: list[float]
@@ -156,14 +155,14 @@ def resident_rows(name: str, subject: Subject) -> list[Measured]:
         found = estimates(subject, RESIDENT)
     except AutoaccumError:
         return []
-    for rung, estimate in found.items():
+    for level, estimate in found.items():
         size = estimate.micro_batch
         if size < FEWEST:
             continue
         sizes = [size // 4, size // 2, size]
-        row = Measured([name, size, rung, format_bytes(estimate.peak_bytes)], [], [])
+        row = Measured([name, size, level, format_bytes(estimate.peak_bytes)], [], [])
         for heap in HEAPS.values():
-            first, second, real = resident(name, rung, sizes, heap)
+            first, second, real = resident(name, level, sizes, heap)
             # What a process takes is a line in what is counted: the two trials say which.
             slope = (second - first) / (sizes[1] - sizes[0])
             predicted = second + slope * (size - sizes[1])
@@ -177,22 +176,22 @@ def resident_rows(name: str, subject: Subject) -> list[Measured]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--row", nargs="+", help="a model, a rung and micro-batches: print what this process takes")
+    parser.add_argument("--row", nargs="+", help="a model, a level and micro-batches: print what this process takes")
     parser.add_argument("--quick", action="store_true", help="three models, and no processes")
     parser.add_argument("--table", choices=["estimates", "estimates_resident"], help="one of the two")
     parser.add_argument("--only", help="part of the names of models")
     given = parser.parse_args()
     every = subjects()
     if given.row:
-        name, rung, *sizes = given.row
-        trained(every[name], rung, 2)  # which imports what there is to import
+        name, level, *sizes = given.row
+        trained(every[name], level, 2)  # which imports what there is to import
         memory, peaks = CpuMemory(), []
         release(memory)
         before = memory.used()
         for size in map(int, sizes):
             release(memory)
             memory.reset_peak()
-            trained(every[name], rung, size)
+            trained(every[name], level, size)
             peaks.append(memory.peak() - before)
         print(json.dumps(peaks))
         return
@@ -220,8 +219,9 @@ def write_counted_rows(rows: list[list[object]]) -> None:
         "estimates",
         f"`estimate` beside `fit` on a simulated device, in bytes of tensors, for the largest micro-batch that was "
         f"estimated to fit in {COUNTED} with nothing computed twice. The median of the errors is "
-        f"{median(errors):.2f} %, the worst {max(errors):.2f} %, of {len(errors)} rungs. What has no figures cannot be "
-        "estimated: the operation that needs values stands in place of the error. Seconds are those of one estimate.",
+        f"{median(errors):.2f} %, the worst {max(errors):.2f} %, of {len(errors)} levels. "
+        "A line without figures could not be estimated: it names the operation that needs values. Seconds are of one "
+        "estimate.",
         ["model", "parameters", "micro-batch", "computed twice", "estimated", "counted", "off by", "seconds"],
         rows,
         quiet=True,
@@ -250,7 +250,7 @@ def write_resident_rows(measured: list[Measured], num_models: int) -> None:
     write_table(
         "estimates_resident",
         f"The memory of a process beside what was estimated for it, at the largest micro-batch that was estimated to "
-        f"fit in {RESIDENT}, of {num_models} models on {len(measured)} rungs: its largest resident set, less what it "
+        f"fit in {RESIDENT}, of {num_models} models on {len(measured)} levels: its largest resident set, less what it "
         f"was before there was a model. With {said[0]}; with {said[1]}. Mapped: with `MALLOC_MMAP_THRESHOLD_=131072` "
         "in the environment glibc gives back at once what is freed, and leaves no fragments. The trials are of a "
         "fourth and of half of the micro-batch, in the same process before it.",

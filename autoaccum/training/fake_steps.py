@@ -119,7 +119,7 @@ class FakeStep:
         # A count of its own for each size: what an earlier one has left is counted when it is used, as on a device.
         memory = FakeMemory()
         with self._fakes.within():
-            held = [memory.hold(tensors) for tensors in self._held()]
+            parameters, gradients, optimizer, copies = [memory.hold(tensors) for tensors in self._held()]
             with memory:
                 with self._context():
                     loss = total(loss_of(self._model, batch))
@@ -128,7 +128,14 @@ class FakeStep:
                 del loss, batch
             # Its copies may be the peak, where samples take little: no plan makes that smaller.
             self._step(memory)
-        return Peak(*[memory.peak, *held, memory.operations])
+        return Peak(
+            bytes=memory.peak,
+            parameters=parameters,
+            gradients=gradients,
+            optimizer=optimizer,
+            copies=copies,
+            operations=memory.operations,
+        )
 
     def _held(self) -> Iterator[list[torch.Tensor]]:
         """Yield the tensors that are there before a forward, in the order of ``Peak``."""

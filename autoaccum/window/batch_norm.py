@@ -1,4 +1,4 @@
-"""Counts BatchNorm layers, which normalise a sample by the statistics of those beside it."""
+"""Count BatchNorm layers, whose outputs for a sample depend on the other samples."""
 
 from __future__ import annotations
 

@@ -404,13 +404,9 @@ def _copied(value: Any) -> Any:
     """Return a container with copies of the containers in it."""
     if isinstance(value, dict):
         return {key: _copied(one) for key, one in value.items()}
-    return (
-        [_copied(one) for one in value]
-        if isinstance(value, list)
-        else copy(value)
-        if type(value) in CONTAINERS
-        else value
-    )
+    if isinstance(value, list):
+        return [_copied(one) for one in value]
+    return copy(value) if type(value) in CONTAINERS else value
 
 
 _Numbers = tuple[float, float, float]

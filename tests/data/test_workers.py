@@ -48,7 +48,7 @@ class KilledStream(IterableDataset[Any]):
 def test_a_worker_that_was_killed_says_what_to_do(dataset: Any) -> None:
     with pytest.raises(DataError, match="a worker ended without an error of Python .*fewer workers.*num_workers=0"):
         autoaccum.fit(nn.Linear(4, 3), DataLoader(dataset, 8, num_workers=1), **OPTIONS)
-    # As long as something holds the worker, PyTorch raises at the end of any other process, anywhere.
+    # Until the iterator is gone, PyTorch's handler of SIGCHLD may raise once more, in whatever runs.
     gc.collect()
 
 

@@ -179,7 +179,7 @@ def assert_same(found: FitResult, clean: Clean) -> None:
     assert (left.losses, left.norms) == (clean.losses, clean.norms)
 
 
-class TestRungs:
+class TestLevels:
     @pytest.mark.parametrize(
         ("below", "above", "name"),
         [
@@ -188,7 +188,7 @@ class TestRungs:
         ],
     )
     def test_one_sample_that_does_not_fit_is_trained_on(self, below: Any, above: Any, name: str) -> None:
-        """The limit lies between what two rungs need."""
+        """The limit lies between what two levels need."""
         between = (needed(above) + needed(below)) // 2
         limit = held() + between
         found = fit(memory_limit=limit)
@@ -208,7 +208,7 @@ class TestRungs:
         assert_same(found, unlimited(momentum))
         assert found.history[-1].memory_saving == change.new
 
-    def test_nothing_fits_where_the_lowest_rung_does_not(self) -> None:
+    def test_nothing_fits_where_the_lowest_level_does_not(self) -> None:
         below = needed(tuple(BOTH)) - 8 * MIB
         with pytest.raises(NothingFitsError) as caught:
             fit(memory_limit=held() + below)
@@ -356,7 +356,7 @@ class TestBetweenWindows:
         is_third = False
         made.step(batch)
 
-    def test_a_resumed_run_stands_on_its_rung(self, tmp_path: Any) -> None:
+    def test_a_resumed_run_stands_on_its_level(self, tmp_path: Any) -> None:
         room = unlimited(momentum, tuple(BOTH)).peak + 4 * MIB
         limit = held() + room
         options: dict[str, Any] = {"memory_limit": limit, "run_dir": tmp_path, "checkpoint_every": 1}

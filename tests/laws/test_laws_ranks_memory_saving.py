@@ -29,14 +29,14 @@ class Left(NamedTuple):
     weights: list[torch.Tensor]
     losses: list[float]
     plans: list[tuple[int, ...]]
-    rungs: list[str]
+    levels: list[str]
     """As windows have stood on them, this rank's alone."""
     replays: int
     peak: int
     changes: list[str]
-    """The rungs that were gone to."""
+    """The levels that were gone to."""
     measured: int
-    """Rungs that were found to come to the same bits."""
+    """Levels that were found to come to the same bits."""
     notices: list[str]
     ooms: int
     shares: list[list[int]]
@@ -111,9 +111,9 @@ def test_the_rank_that_lacks_memory_goes_down_alone(share: float, unlimited: lis
     first, second = found = launch(on_second, 2, limit, {})
     same_bits(found, unlimited)
     assert second.peak <= limit < needed.plainly
-    assert (first.changes, first.measured, set(first.rungs)) == ([], 0, {"off"})
+    assert (first.changes, first.measured, set(first.levels)) == ([], 0, {"off"})
     assert len(second.changes) == second.measured == 1
-    assert set(second.rungs) == {second.changes[-1]}
+    assert set(second.levels) == {second.changes[-1]}
 
 
 def test_where_it_is_asked_for_all_ranks_save_memory(unlimited: list[Left], needed: Needed) -> None:
@@ -121,10 +121,10 @@ def test_where_it_is_asked_for_all_ranks_save_memory(unlimited: list[Left], need
     same_bits(found, unlimited)
     for left in found:
         assert left.peak < needed.plainly
-        assert set(left.rungs) == {"checkpoint, every Block"}
+        assert set(left.levels) == {"checkpoint, every Block"}
 
 
-def test_sizes_are_found_on_the_rung(needed: Needed) -> None:
+def test_sizes_are_found_on_the_level(needed: Needed) -> None:
     options: dict[str, Any] = {"effective_batch": 24, "micro_batch": "auto", "headroom": 0.0, "steps": 12}
     (one,) = launch(on_second, 1, UNLIMITED, {**options, "micro_batch": 4, "memory_saving": "off"})
     first, second = launch(on_second, 2, needed.share(0.9), options)
@@ -191,8 +191,8 @@ def refused_where_asked() -> Left:
 def test_where_they_were_asked_for_the_run_goes_on_without_on_that_rank() -> None:
     first, second = launch(refused_where_asked, 2)
     assert all(map(torch.equal, first.weights, second.weights))
-    assert set(first.rungs) == {"checkpoint, every Block"}
-    assert set(second.rungs) == {"off"}
+    assert set(first.levels) == {"checkpoint, every Block"}
+    assert set(second.levels) == {"off"}
     assert any("Counted" in told for told in second.notices)
 
 

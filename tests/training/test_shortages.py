@@ -167,7 +167,7 @@ def test_a_whole_window_is_tried_although_it_would_not_fit_beside_the_gradients_
 
 
 def test_nothing_fails_to_fit_for_the_sake_of_its_measurement() -> None:
-    """On a CPU what is laid aside on the host takes of the same memory: first it gives way, then rungs, then the run."""
+    """On a CPU what is laid aside on the host takes of the same memory: first it gives way, then levels, then the run."""
 
     def train(limit: int, **options: Any) -> tuple[Any, Any, nn.Module]:
         torch.manual_seed(0)

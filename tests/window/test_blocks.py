@@ -65,6 +65,13 @@ def test_blocks_are_what_a_model_repeats(model: nn.Module, expected: str) -> Non
     assert list(blocks_of([model])) == [f"model.{name}" for name in expected.split()]
 
 
+def test_a_sequential_with_a_parametrized_layer_is_a_block() -> None:
+    def level() -> nn.Module:
+        return nn.Sequential(nn.utils.parametrizations.spectral_norm(nn.Linear(8, 8)), nn.ReLU())
+
+    assert list(blocks_of([nn.ModuleList([level(), level()])])) == ["model.0", "model.1"]
+
+
 def test_none_lies_within_another_and_names_are_those_of_the_model() -> None:
     class Nested(nn.Module):
         def __init__(self, depth: int) -> None:

@@ -82,8 +82,8 @@ def unlimited() -> FitResult:
 @pytest.fixture(scope="module")
 def needed() -> dict[str, int]:
     """Bytes: with nothing saved, with all blocks computed twice, and half way between."""
-    rungs = {"off": fit(UNLIMITED)[1].peak, "all": fit(UNLIMITED, memory_saving="checkpoint")[1].peak}
-    return rungs | {"half": (rungs["off"] + rungs["all"]) // 2}
+    levels = {"off": fit(UNLIMITED)[1].peak, "all": fit(UNLIMITED, memory_saving="checkpoint")[1].peak}
+    return levels | {"half": (levels["off"] + levels["all"]) // 2}
 
 
 @pytest.fixture
@@ -114,7 +114,7 @@ class TestExact:
         assert [type(event) for event in found.events] == [type(event) for event in unlimited.events]
         assert not of(found, MemorySaving)
 
-    def test_sizes_are_found_out_anew_on_the_rung(self, needed: dict[str, int]) -> None:
+    def test_sizes_are_found_out_anew_on_the_level(self, needed: dict[str, int]) -> None:
         plainly, _ = fit(needed["off"], micro_batch="auto", headroom=0.0, memory_saving="off")
         assert {report.micro_batches for report in plainly.history} == {(1,) * 4}
         found, _ = fit(needed["off"], micro_batch="auto", headroom=0.0, memory_saving="checkpoint")
@@ -149,7 +149,7 @@ class TestExact:
         assert 'memory_saving="auto"' in str(caught.value)
         assert "computed twice" not in str(caught.value)
 
-    def test_nothing_fits_where_the_lowest_rung_does_not(self, needed: dict[str, int]) -> None:
+    def test_nothing_fits_where_the_lowest_level_does_not(self, needed: dict[str, int]) -> None:
         with pytest.raises(NothingFitsError) as caught:
             fit(int(needed["all"] * 0.9))
         assert "checkpointing" not in {advice.name for advice in caught.value.advice}
@@ -406,7 +406,7 @@ class TestMovingMemory:
     @pytest.mark.filterwarnings("ignore:The limit is .* now, and the smallest micro-batch needs")
     @pytest.mark.parametrize("micro_batch", ["auto", 1])
     def test_memory_that_halves_and_quarters_and_returns(self, micro_batch: Any, clock: ManualClock) -> None:
-        """Sizes are looked for on each rung; with room and the same plans everything comes to the same bits."""
+        """Sizes are looked for on each level; with room and the same plans everything comes to the same bits."""
 
         def run(move: Callable[[Any], None], **options: Any) -> FitResult:
             return fit(UNLIMITED, steps=64, effective_batch=2, callbacks=[move], **options)[0]
@@ -431,7 +431,7 @@ class TestMovingMemory:
         plans = [report.micro_batches for report in found.history]
         assert same(state_of(found), state_of(run(tick, micro_batch=plans, memory_saving="off")))
 
-    def test_a_resumed_run_stands_on_its_rung(self, tmp_path: Any, needed: dict[str, int]) -> None:
+    def test_a_resumed_run_stands_on_its_level(self, tmp_path: Any, needed: dict[str, int]) -> None:
         whole, _ = fit(needed["half"], steps=6)
         first, _ = fit(needed["half"], steps=3, run_dir=tmp_path, checkpoint_every=1)
         then, _ = fit(needed["half"], steps=6, run_dir=tmp_path, checkpoint_every=1)
