@@ -22,17 +22,17 @@ if TYPE_CHECKING:
     from autoaccum.planning.plans import Plan as Plan
     from autoaccum.sweeps.sweep import sweep as sweep
     from autoaccum.training.accumulator import Accumulator as Accumulator
-    from autoaccum.training.check_report import CheckReport as CheckReport
-    from autoaccum.training.checking import check as check
-    from autoaccum.training.converting import convert_batch_norm as convert_batch_norm
-    from autoaccum.training.estimate_report import Estimate as Estimate
-    from autoaccum.training.estimating import estimate as estimate
-    from autoaccum.training.evaluating import evaluate as evaluate
-    from autoaccum.training.fitting import fit as fit
-    from autoaccum.training.loading import load_best as load_best
-    from autoaccum.training.predicting import predict as predict
-    from autoaccum.training.probing import ProbeReport as ProbeReport
-    from autoaccum.training.probing import probe as probe
+    from autoaccum.training.check import CheckReport as CheckReport
+    from autoaccum.training.check import check as check
+    from autoaccum.training.convert_batch_norm import convert_batch_norm as convert_batch_norm
+    from autoaccum.training.estimate import Estimate as Estimate
+    from autoaccum.training.estimate import estimate as estimate
+    from autoaccum.training.evaluate import evaluate as evaluate
+    from autoaccum.training.fit import fit as fit
+    from autoaccum.training.load_best import load_best as load_best
+    from autoaccum.training.predict import predict as predict
+    from autoaccum.training.probe import ProbeReport as ProbeReport
+    from autoaccum.training.probe import probe as probe
     from autoaccum.training.result import FitResult as FitResult
     from autoaccum.training.synonyms import plan as plan
     from autoaccum.training.trainer import Trainer as Trainer
@@ -41,23 +41,23 @@ _HOMES = {
     "Accumulator": "training.accumulator",
     "AutoaccumError": "errors",
     "AutoaccumWarning": "errors",
-    "CheckReport": "training.check_report",
-    "Estimate": "training.estimate_report",
+    "CheckReport": "training.check",
+    "Estimate": "training.estimate",
     "FitResult": "training.result",
     "Plan": "planning.plans",
-    "ProbeReport": "training.probing",
+    "ProbeReport": "training.probe",
     "StepReport": "events",
     "StopTraining": "errors",
     "Trainer": "training.trainer",
-    "check": "training.checking",
-    "convert_batch_norm": "training.converting",
-    "estimate": "training.estimating",
-    "evaluate": "training.evaluating",
-    "fit": "training.fitting",
-    "load_best": "training.loading",
+    "check": "training.check",
+    "convert_batch_norm": "training.convert_batch_norm",
+    "estimate": "training.estimate",
+    "evaluate": "training.evaluate",
+    "fit": "training.fit",
+    "load_best": "training.load_best",
     "plan": "training.synonyms",
-    "predict": "training.predicting",
-    "probe": "training.probing",
+    "predict": "training.predict",
+    "probe": "training.probe",
     "sweep": "sweeps.sweep",
 }
 

@@ -7,7 +7,7 @@ import math
 import os
 import re
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
 from autoaccum._units import parse_bytes, shown
@@ -36,41 +36,17 @@ def _int(argument: str, value: object, low: int, cure: str) -> int:
     return value
 
 
+def if_given(check: Callable[[str, Any], Any]) -> Callable[[str, Any], Any]:
+    """Return the same check of an argument that may be None."""
+    return lambda argument, value: None if value is None else check(argument, value)
+
+
 def flag(argument: str, value: object) -> bool:
-    """Return True or False, of NumPy too; what would only count as one of them is a mistake."""
-    # "False" is true, as every text is, and shuffle=1 may have been meant for another argument. By its name, for NumPy
-    # is not imported here.
-    kind = type(value)
-    if isinstance(value, bool) or (kind.__module__ == "numpy" and kind.__name__ in ("bool", "bool_")):
-        return bool(value)
+    """Return True or False; what would only count as one of them is a mistake."""
+    # "False" is true, as every text is, and shuffle=1 may have been meant for another argument.
+    if isinstance(value, bool):
+        return value
     raise ArgumentTypeError(argument, value, "True or False", f"Write {argument}=True or {argument}=False.")
-
-
-def of_flags(
-    compile: object, shuffle: object, drop_last: object, noise_scale: object, cache: object, progress: object
-) -> None:
-    """Check what is on or off."""
-    for name, value in locals().items():
-        flag(name, value)
-
-
-def of_reduction(reduction: object) -> None:
-    """Check what a loss is said to be."""
-    if isinstance(reduction, Mapping):
-        cure = "Leave it out: windows of a loss that adds means and sums are joined."
-        raise ArgumentError("reduction", reduction, "'mean' or 'sum' for all of the loss", cure)
-    if reduction is not None:
-        one_of("reduction", reduction, ("mean", "sum"))
-
-
-def of_balance(balance: object) -> None:
-    """Raise unless windows are shared out in a way that there is."""
-    one_of("balance", balance, ("equal", "speed"))
-
-
-def of_compression(compression: object) -> None:
-    """Raise unless gradients are sent in a way that there is."""
-    one_of("compression", compression, ("none", "bf16"))
 
 
 def of_memory_saving(memory_saving: object) -> None:
@@ -84,11 +60,6 @@ def of_memory_saving(memory_saving: object) -> None:
         raise ArgumentError("memory_saving", memory_saving, accepted)
 
 
-def of_accumulation(accumulate: object) -> None:
-    """Check by which rule micro-batches make a gradient."""
-    one_of("accumulate", accumulate, ("auto", "weighted", "joined"))
-
-
 def of_verification(verify: object, strict: object) -> None:
     """Check what is measured, and what becomes of a failure.
 
@@ -100,11 +71,6 @@ def of_verification(verify: object, strict: object) -> None:
     if strict and not verify:
         cure = "What is not measured cannot fail: leave verify out."
         raise ConflictingArgumentsError("verify", verify, "strict=True", cure)
-
-
-def of_progress(progress: object) -> None:
-    """Check whether a sweep shows a bar."""
-    flag("progress", progress)
 
 
 def function(argument: str, value: object, parameters: tuple[str, ...], returns: str, cure: str = "") -> None:
@@ -230,27 +196,11 @@ def _is(value: object, text: str) -> bool:
 # argument has which.
 
 
-def of_windows(
-    num_items: object,
-    micro_batch: object,
-    max_micro_batch: object,
-    min_micro_batch: object,
-    headroom: object,
-    clip_norm: object,
-) -> None:
-    """Check the arguments that say how windows are run."""
-    of_num_items(num_items)
-    if max_micro_batch is not None:
-        positive_int("max_micro_batch", max_micro_batch)
-    if min_micro_batch is not None:
-        _of_smallest(positive_int("min_micro_batch", min_micro_batch), micro_batch, max_micro_batch)
-    number_between("headroom", headroom, 0, 1)
-    if clip_norm is not None:
-        positive_number("clip_norm", clip_norm)
-
-
-def _of_smallest(smallest: int, micro_batch: object, max_micro_batch: object) -> None:
+def of_smallest(min_micro_batch: object, micro_batch: object, max_micro_batch: object) -> None:
     """Refuse a smallest micro-batch that the other arguments leave no room for."""
+    if min_micro_batch is None:
+        return
+    smallest = positive_int("min_micro_batch", min_micro_batch)
     cure = "Lower it, or leave it out."
     if isinstance(max_micro_batch, int) and smallest > max_micro_batch:
         raise ArgumentError("min_micro_batch", smallest, f"at most max_micro_batch={max_micro_batch}", cure)
@@ -304,17 +254,6 @@ def of_micro_batch(micro_batch: object) -> None:
         positive_int("micro_batch", micro_batch, "Leave it out to have it found.")
 
 
-def of_num_workers(num_workers: object) -> None:
-    """Check the number of processes that read the data."""
-    non_negative_int("num_workers", num_workers)
-
-
-def of_collate_fn(collate_fn: object) -> None:
-    """Check the function that makes batches."""
-    if collate_fn is not None:
-        function("collate_fn", collate_fn, ("samples",), "a batch")
-
-
 ON_PLATEAUS = (
     "Pass callbacks=[autoaccum.callbacks.ReduceOnPlateau()] beside validation_data instead, and leave lr_scheduler out."
 )
@@ -349,17 +288,6 @@ def of_optimizer(optimizer: object) -> None:
     # A class such as SGD is such a function. What cannot be called is refused where optimizers are known.
     if callable(optimizer):
         function("optimizer", optimizer, ("params",), "Optimizer")
-
-
-def of_seed(seed: object) -> None:
-    """Check the seed of a run, or of a sweep."""
-    non_negative_int("seed", seed)
-
-
-def of_lr(lr: object) -> None:
-    """Check a learning rate, where there is one: 0 trains nothing, but is no mistake."""
-    if lr is not None:
-        number_between("lr", lr, 0)
 
 
 def takes_trainer(callback: object) -> bool:
@@ -491,14 +419,13 @@ def path(argument: str, value: object) -> str:
     return text
 
 
-def of_run_directory(run_dir: object, checkpoint_every: object, keep_checkpoints: object, resume: object) -> None:
+def of_run_directory(run_dir: object, checkpoint_every: object, resume: object) -> None:
     """Check the arguments that say what outlives the process."""
     if run_dir is not None:
         path("run_dir", run_dir)
     if run_dir is None and checkpoint_every is not None:
         cure = "Pass where checkpoints are to go, or leave checkpoint_every out."
         raise ArgumentError("checkpoint_every", checkpoint_every, "run_dir beside it", cure)
-    positive_int("keep_checkpoints", keep_checkpoints)
     if not _is(resume, "auto") and not isinstance(resume, bool):
         raise ArgumentError("resume", resume, "'auto', True or False")
     if resume is True and run_dir is None:

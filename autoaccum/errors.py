@@ -10,8 +10,7 @@
     │   ├── ForeignOptimizerError             ... an optimizer that holds none of the model's parameters
     │   ├── UnknownDeviceError                ... a device that this machine does not have
     │   ├── NoHistoryError                    ... a run's directory without the record of one
-    │   ├── ValuesNeededError                 ... a model that needs values, of which an estimate has none: .operation
-    │   └── ScheduleError                     ... a schedule's text that cannot be read: .position
+    │   └── ValuesNeededError                 ... a model that reads values; an estimate has none: .operation
     ├── DataError (ValueError)                data that cannot be cut into windows
     │   ├── EmptyDatasetError                 ... no sample in it
     │   ├── RaggedBatchError                  ... tensors of one batch disagree on dim 0: .sizes
@@ -31,13 +30,12 @@
     │   ├── CheckpointStateError              ... a state holds what cannot be kept: .key
     │   ├── CheckpointWriteError              ... the disk is full, or refuses: .needed_bytes
     │   ├── CheckpointCorruptError            ... a file is torn, changed or missing, or an entry of it wrong: .entry
-    │   ├── CheckpointUnsafeError             ... a file that could run code, or lies elsewhere
+    │   ├── CheckpointUnsafeError             ... a file that could run code
     │   ├── CheckpointLockedError             ... another run writes to the same directory: .pid
     │   └── ResumeError                       ... of another run than the one that is to go on: .differences
     ├── AlreadyRunningError (RuntimeError)    a second run in a process that has one: .running
     ├── AlreadySteppedError (RuntimeError)    a second step of the optimizer on one gradient
     ├── RankError (RuntimeError)              another rank has failed, or is gone: .rank
-    ├── StorageError                          a sweep's storage does not answer any more: .storage
     ├── MissingExtraError (ImportError)       a package that an optional part needs: .package .extra
     └── RecipeError                           a recipe file that cannot be used
         ├── RecipeNotFoundError               ... no such file, module or function
@@ -157,22 +155,6 @@ class ValuesNeededError(ArgumentError):
         self.operation = operation
         accepted = f"a model whose step can be run without values, and {operation} depends on them"
         super().__init__("model", type(model).__name__, accepted, "Measure it on the device, with autoaccum probe.")
-
-
-class ScheduleError(ArgumentError):
-    """The text of a schedule that cannot be read; ``position`` is the character's, from 1."""
-
-    def __init__(self, text: str, position: int, expected: str, cure: str = "") -> None:
-        self.position = position
-        # What stands around the character; each white space as one space, so that the mark stands under it.
-        start = max(0, position - 80)
-        around = "".join(" " if character.isspace() else character for character in text[start : position + 80])
-        super().__init__(
-            "effective_batch",
-            text,
-            f"{expected} at character {position}",
-            f"{cure or 'Here:'}\n  {around}\n  {'^':>{position - start}}",
-        )
 
 
 # Data.
@@ -318,28 +300,19 @@ class MemoryLimitError(AutoaccumError):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Advice:
-    """One thing that makes the smallest micro-batch need less memory, by estimate."""
+    """One thing that makes the smallest micro-batch need less memory; ``autoaccum.estimate`` counts how much less."""
 
     name: str
-    """``activation checkpointing``, ``save_on_cpu``, ``bf16``, ``SGD``, ``Adafactor`` or ``all together``."""
-    saves_bytes: int
-    """Bytes that it saves of the peak."""
-    needed_bytes: int | None
-    """Peak with it, in bytes; None when the micro-batch could not be measured."""
-    fits: bool
-    """True if that is within the limit; False when it is not known."""
+    """``activation checkpointing``, ``offload``, ``save_on_cpu``, ``bf16``, ``Adafactor`` or ``SGD``."""
     how: str
     """What to write, and where."""
 
     def __str__(self) -> str:
-        verdict = "whether that is enough is not known"
-        if self.needed_bytes is not None:
-            verdict = f"{format_bytes(self.needed_bytes)} needed: {'fits' if self.fits else 'not enough'}"
-        return f"{self.name}: saves {format_bytes(self.saves_bytes)}, {verdict} ({self.how})"
+        return f"{self.name}: {self.how}"
 
 
 class NothingFitsError(MemoryLimitError):
-    """Not even the smallest micro-batch fits; ``advice`` says what would make it fit, as far as that is known."""
+    """Not even the smallest micro-batch fits; ``advice`` says what takes less memory and was not tried."""
 
     def __init__(
         self,
@@ -364,7 +337,7 @@ class NothingFitsError(MemoryLimitError):
             cure = "Lower min_micro_batch: fewer samples may fit. Otherwise: "
         cure += "Raise memory_limit or free the device for this process, make the samples smaller, "
         if advice:
-            cure += "\n  ".join(["or choose, by estimate:", *map(str, advice)])
+            cure += "\n  ".join(["or choose (autoaccum.estimate counts what each needs):", *map(str, advice)])
         else:
             cure += "use precision='bf16', wrap blocks in torch.utils.checkpoint, "
             cure += "or take an optimizer that keeps less state."
@@ -404,25 +377,17 @@ class LimitBelowModelError(MemoryLimitError):
 
 
 class OptimizerOutOfMemoryError(MemoryLimitError):
-    """Memory ran out inside ``optimizer.step``: some parameters may have been stepped and others not.
+    """Memory ran out inside ``optimizer.step``: some parameters may have been stepped and others not."""
 
-    With ``is_untouched`` nothing had been written, at the first try nor at others after it.
-    """
+    # The one failure that is not replayed. To undo half of a step takes a copy of parameters and state, for which there
+    # is no memory either; the last checkpoint is whole.
 
-    # The one failure that is not replayed once something was written. To undo half of a step takes a copy of parameters
-    # and state, for which there is no memory either; the last checkpoint is whole.
-
-    def __init__(
-        self, *, optimizer: str, step: int, peak_bytes: int | None, limit_bytes: int | None, is_untouched: bool = False
-    ) -> None:
+    def __init__(self, *, optimizer: str, step: int, peak_bytes: int | None, limit_bytes: int | None) -> None:
         self.step = step
-        self.is_untouched = is_untouched
-        what = "The parameters may be half-stepped, so training does not go on from them."
-        if is_untouched:
-            what = "It was tried again, and the parameters are those from before the step."
         super().__init__(
-            f"{optimizer}.step ran out of memory in step {step}. {what} Leave more headroom, or take an optimizer "
-            f"whose step allocates nothing (fused=True, or foreach=False).",
+            f"{optimizer}.step ran out of memory in step {step}. The parameters may be half-stepped: continue from "
+            "your last checkpoint. Leave more headroom, or take an optimizer whose step allocates nothing (fused=True, "
+            "or foreach=False).",
             micro_batch=None,
             peak_bytes=peak_bytes,
             limit_bytes=limit_bytes,
@@ -486,7 +451,7 @@ class CheckpointCorruptError(CheckpointError):
 
 
 class CheckpointUnsafeError(CheckpointError):
-    """A checkpoint with a file that could execute code or lies outside of it: nobody here wrote that."""
+    """A checkpoint with a file that could execute code, which autoaccum does not write."""
 
     def __init__(self, path: object, problem: str) -> None:
         super().__init__(
@@ -533,12 +498,12 @@ class AlreadyRunningError(AutoaccumError, RuntimeError):
         super().__init__(
             f"{refused} cannot begin while {running} goes on in this process, {where}. Both would draw from the same "
             f"random states, put them back and read the same memory, so that neither would train what it trains alone. "
-            "Call it when the other has returned, or in a process of its own (autoaccum.sweep has jobs=...)."
+            "Call it when the other has returned, or in a process of its own."
         )
 
 
 class AlreadySteppedError(AutoaccumError, RuntimeError):
-    """A ``loss.backward()`` or ``optimizer.step()`` that an Accumulator has done already."""
+    """An ``optimizer.step()`` that an Accumulator has done already."""
 
 
 class RankError(AutoaccumError, RuntimeError):
@@ -550,18 +515,6 @@ class RankError(AutoaccumError, RuntimeError):
         super().__init__(
             f"{who}: {reason}. All ranks end with it, for a gradient is that of all of them. Its own output says more; "
             f"with run_dir the same call goes on from the last checkpoint."
-        )
-
-
-class StorageError(AutoaccumError):
-    """A sweep's storage that was opened, and cannot be read or written any more."""
-
-    def __init__(self, storage: str, reason: str) -> None:
-        # Trials that were finished are in the storage, and those that were not have checkpoints: a sweep is never lost.
-        self.storage = storage
-        super().__init__(
-            f"{storage}: {reason}. What was being run is not lost: once the storage can be read and written, the same "
-            f"command goes on."
         )
 
 

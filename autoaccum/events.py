@@ -12,6 +12,13 @@ from typing import Any
 # Records of runs are written field by field (runs/records.py) and read by later versions: a field that is added needs a
 # default, and its type is one that records can hold.
 
+HYPOTHESES: dict[str, str] = {
+    "num_items": "a mean over what num_items counts",
+    "items": "a mean over its items",
+    "sum": "a sum over samples",
+}
+"""What people are told of ``Verified.hypothesis``."""
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StepReport:
@@ -118,13 +125,13 @@ class OutOfMemory:
     """The device ran out of memory, and nothing was lost."""
 
     # In training a ``Replanned`` follows, with the plan in which the window is run again; none where it is run again as
-    # it was, for nothing smaller is left to try. A step of the optimizer that had written nothing is tried again too.
+    # it was, for nothing smaller is left to try.
 
     step: int
     phase: str
-    """``"training"``, ``"validation"`` or ``"optimizer"``."""
+    """``"training"`` or ``"validation"``."""
     micro_batch: int
-    """Samples in the micro-batch that failed; 0 in the optimizer's step."""
+    """Samples in the micro-batch that failed."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -32,8 +32,8 @@ from autoaccum._units import format_bytes
 from autoaccum.data.batches import num_bytes
 from autoaccum.errors import AutoaccumError
 from autoaccum.memory.cpu import CpuMemory
+from autoaccum.step.memory_saving import Saving
 from autoaccum.testing import simulated_memory
-from autoaccum.window.saving import Saving
 
 COUNTED, RESIDENT = "64MiB", "128MiB"
 """Memory of the devices whose largest micro-batch is taken, in the first and in the second table."""

@@ -373,7 +373,6 @@ TARGETS: dict[str, tuple[int, Callable[[], Call]]] = {
     "schedules.Linear": (2, lambda: _of_class(schedules.Linear, start=2, end=8, over=3)),
     "schedules.Geometric": (2, lambda: _of_class(schedules.Geometric, start=2, end=8, over=3)),
     "schedules.Milestones": (2, lambda: _of_class(schedules.Milestones, start=2, points={3: 8})),
-    "schedules.Doubling": (2, lambda: _of_class(schedules.Doubling, start=2, most=8, every=3)),
     "schedules.Function": (1, lambda: _of_class(schedules.Function, function=lambda progress: 8)),
     "schedules.NoiseScale": (2, lambda: _of_class(schedules.NoiseScale, min=2, max=8)),
     "schedules.parse": (1, lambda: _of_class(schedules.parse, text="8")),

@@ -33,9 +33,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import cross_entropy, scaled_dot_product_attention, silu
 
 import autoaccum
-from autoaccum.planning.noise import Noise, Smoothed, estimate
-from autoaccum.planning.noise_windows import is_due, worth
-from autoaccum.training import noise as training_noise
+from autoaccum.planning.noise import Noise, Smoothed, estimate, is_due, worth
+from autoaccum.training import trainer as training_noise
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "examples"))
 from char_gpt import ALPHABET, Block, CharGPT, encode, read_text

@@ -408,7 +408,7 @@ def lines(libraries: list[str], known: dict[tuple[str, str], list[str]]) -> Iter
 COLUMNS = (
     f"Trained: the weights after {STEPS} steps in micro-batches, next to those of the plain loop. Resumed: stopped "
     f"after {STEPS // 2} steps and resumed, next to a run that was not stopped. Memory ran out: at up to {OPERATIONS} "
-    "operations of one step, which is tried again, with the same bits, or ends in `OptimizerOutOfMemoryError`. Modes: "
+    "operations of one step, which ends in `OptimizerOutOfMemoryError`. Modes: "
     "validation and `load_best` use the weights after `eval()`."
 )
 KINDS = ("right", "refused in words", "not within the time", "failing in the plain loop", "wrong")

@@ -1,7 +1,7 @@
-"""A rank is killed or stopped at random moments: do the others end soon and name it, and does the run go on?
+"""A rank is killed at random moments: do the others end soon and name it, and does the run go on?
 
     python benchmarks/rank_ends.py
-    python benchmarks/rank_ends.py --kills 20 --stops 2 --sharded-kills 0 --sharded-stops 0 --restarts 0 --seed 7
+    python benchmarks/rank_ends.py --kills 20 --sharded-kills 0 --restarts 0 --seed 7
 
 Ranks of ``fit`` are forked from this process, which has imported everything, and end as Python does; no launcher ends
 them. Each notes what it is doing, so that a moment is drawn in this way: what the rank does, how often it has begun
@@ -44,13 +44,13 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.functional import cross_entropy
 
 import autoaccum
+from autoaccum.distributed.channel import Channel
+from autoaccum.distributed.group import Group, join
+from autoaccum.distributed.watch import Watch
 from autoaccum.events import Finished, StepReport
-from autoaccum.ranks.channel import Channel
-from autoaccum.ranks.group import Group, join
-from autoaccum.ranks.watch import Watch
 from autoaccum.runs.directory import RunDirectory
+from autoaccum.step.across_ranks import SharedTransaction
 from autoaccum.training.validation import Validator
-from autoaccum.window.joining import SharedTransaction
 
 PATIENCE = 30.0
 """Seconds after which a rank that still runs is taken to hang."""
@@ -199,7 +199,6 @@ class Ended:
     """What came of one moment."""
 
     kind: str
-    how: str
     size: int
     victim: int
     asked: str
@@ -231,8 +230,8 @@ def said_of(folder: Path, rank: int, victim: int, status: int | None) -> str:
     return (errors or found or ["nothing was said"])[-1][:160]
 
 
-def lose(folder: Path, kind: str, how: str, generator: random.Random) -> Ended:
-    """Kill or stop a rank of a run at a moment that is drawn, and wait for the others."""
+def lose(folder: Path, kind: str, generator: random.Random) -> Ended:
+    """Kill a rank of a run at a moment that is drawn, and wait for the others."""
     of_one = ("a checkpoint", "validation")  # what the first rank alone does, and no sharded model
     asked = generator.choice([moment for moment in MOMENTS if kind == "plain" or moment not in of_one])
     size = generator.choice((2, 3))
@@ -246,7 +245,7 @@ def lose(folder: Path, kind: str, how: str, generator: random.Random) -> Ended:
     while lines(folder / f"notes-{victim}").count(asked) < often and time.monotonic() < limit:
         time.sleep(0.001)
     time.sleep(after)
-    os.kill(pids[victim], signal.SIGKILL if how == "killed" else signal.SIGSTOP)
+    os.kill(pids[victim], signal.SIGKILL)
     lost_at = time.monotonic()
     doing = (lines(folder / f"notes-{victim}") or ["starting"])[-1]
     statuses: dict[int, int] = {}
@@ -266,7 +265,7 @@ def lose(folder: Path, kind: str, how: str, generator: random.Random) -> Ended:
         os.kill(pids[rank], signal.SIGKILL)
         os.waitpid(pids[rank], 0)
     return Ended(
-        kind=kind, how=how, size=size, victim=victim, asked=asked, doing=doing,
+        kind=kind, size=size, victim=victim, asked=asked, doing=doing,
         seconds=[seconds.get(rank, PATIENCE) for rank in others],
         said=[said_of(folder, rank, victim, statuses.get(rank)) for rank in others],
         load=os.getloadavg()[0],
@@ -275,20 +274,19 @@ def lose(folder: Path, kind: str, how: str, generator: random.Random) -> Ended:
 
 def ends(options: argparse.Namespace, place: Path) -> list[Ended]:
     """Lose as many ranks as was asked for."""
-    wanted = {("plain", "killed"): options.kills, ("plain", "stopped"): options.stops}
-    wanted |= {("sharded", "killed"): options.sharded_kills, ("sharded", "stopped"): options.sharded_stops}
+    wanted = {"plain": options.kills, "sharded": options.sharded_kills}
     found: list[Ended] = []
-    for (kind, how), number in wanted.items():
+    for kind, number in wanted.items():
         for index in range(number):
             if options.only is not None and index != options.only:
                 continue
-            generator = random.Random(f"{options.seed} {kind} {how} {index}")
-            folder = place / f"{kind}-{how}-{index}"
+            generator = random.Random(f"{options.seed} {kind} killed {index}")
+            folder = place / f"{kind}-{index}"
             folder.mkdir()
-            one = lose(folder, kind, how, generator)
+            one = lose(folder, kind, generator)
             found.append(one)
             told = f"{max(one.seconds):.2f} s, {one.said}"
-            print(f"{kind} {how} {index}: rank {one.victim} of {one.size} in {one.doing}: {told}", flush=True)
+            print(f"{kind} {index}: rank {one.victim} of {one.size} in {one.doing}: {told}", flush=True)
             if max(one.seconds) < 10 and not options.keep:
                 shutil.rmtree(folder)
     return found
@@ -383,9 +381,7 @@ def figures_of(found: list[Ended]) -> list[str]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--kills", type=int, default=50)
-    parser.add_argument("--stops", type=int, default=5)
     parser.add_argument("--sharded-kills", type=int, default=10)
-    parser.add_argument("--sharded-stops", type=int, default=5)
     parser.add_argument("--starting", type=int, default=5, help="kills of a rank that torchrun has just started")
     parser.add_argument("--restarts", type=int, default=10)
     parser.add_argument("--seed", type=int, default=0, help="of the moments")
@@ -404,28 +400,28 @@ def main() -> None:
     done, is_same = restarted(place, random.Random(options.seed), options.restarts)
     off = with_fewer(place)
     rows = []
-    for kind, how in dict.fromkeys((one.kind, one.how) for one in found):
-        of_kind = [one for one in found if (one.kind, one.how) == (kind, how)]
+    for kind in dict.fromkeys(one.kind for one in found):
+        of_kind = [one for one in found if one.kind == kind]
         model = {"plain": "on each rank", "sharded": "sharded by FSDP2"}[kind]
-        rows.append([model, how, "**at any moment**", *figures_of(of_kind)])
+        rows.append([model, "**at any moment**", *figures_of(of_kind)])
         for doing in sorted({one.doing for one in of_kind}):
-            rows.append([model, how, doing, *figures_of([one for one in of_kind if one.doing == doing])])
+            rows.append([model, doing, *figures_of([one for one in of_kind if one.doing == doing])])
     if starting:
         figures = [f"{statistics.median(starting):.2f}", f"{max(starting):.2f}"]
-        rows.append(["on each rank", "killed", "starting, under torchrun", str(len(starting)), *["-"] * 5, *figures])
+        rows.append(["on each rank", "starting, under torchrun", str(len(starting)), *["-"] * 5, *figures])
     write_table(
         "rank_ends",
-        f"One of 2 or 3 ranks is killed (SIGKILL) or stopped (SIGSTOP) at moments drawn from seed {options.seed}; "
+        f"One of 2 or 3 ranks is killed (SIGKILL) at moments drawn from seed {options.seed}; "
         f"seconds are those until the last of the others has ended, the time in which Python ends too, on a machine of "
-        f"which others used the cores as well (load {loads[0]:.0f} to {loads[-1]:.0f}). A stopped one is lost after 5 "
-        f"seconds. Counted is each of the others: those whose `RankError` names the rank, those that had trained to "
-        f"their end or did so without it, those that ended by another error, those that came when the first rank was "
+        f"which others used the cores as well (load {loads[0]:.0f} to {loads[-1]:.0f}). Counted is each of the others: "
+        f"those whose `RankError` names the rank, those that had trained to their end or did so without it, those that "
+        f"ended by another error, those that came when the first rank was "
         f"dead (which their launcher has to end), and those that did not end in {PATIENCE:.0f} s. Of torchrun, which "
         f"ends all ranks itself, the seconds are until it has ended.\n\n"
         f"A run of two ranks with dropout, killed {done} times at any moment and started anew by torchrun, left "
         f"{'the weights of the run never killed, to the bit' if is_same else 'OTHER WEIGHTS'}. A run of three ranks "
         f"that was killed and went on with two is {off:.1e} off what one process trains, in float64.",
-        ["model", "how", "what the rank did", "times", "named", "ended well", "other errors", "came later", "hang",
+        ["model", "what the rank did", "times", "named", "ended well", "other errors", "came later", "hang",
          "median s", "largest s"],
         rows,
         threads=1,

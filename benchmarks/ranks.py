@@ -35,8 +35,8 @@ from torch.nn.functional import cross_entropy
 from torch.nn.parallel import DistributedDataParallel
 
 import autoaccum
-from autoaccum.ranks.group import join
-from autoaccum.window.joining import SharedTransaction
+from autoaccum.distributed.group import join
+from autoaccum.step.across_ranks import SharedTransaction
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "examples"))
 from char_gpt import ALPHABET, CharGPT

@@ -44,7 +44,7 @@ OPTIMIZERS = (
 TRAINERS = ("accelerate", "lightning", "transformers")
 WRITE = ("--write",)
 ONE_ROUND = ("--rounds", "1")
-FEW_ENDS = ("--kills", "2", "--stops", "1", "--sharded-kills", "1", "--sharded-stops", "1")
+FEW_ENDS = ("--kills", "2", "--sharded-kills", "1")
 
 STAGES = [
     # What the scoreboard has lines of, in its order.

@@ -284,7 +284,7 @@ def rank_ends(table: Table) -> list[Line]:
     total = {column: sum(int(row[column]) for row in rows) for column in ("times", "hang", "other errors")}
     return [
         Line(
-            what=f"a rank is killed or stopped at any moment, {total['times']} times: what becomes of the others",
+            what=f"a rank is killed at any moment, {total['times']} times: what becomes of the others",
             ours=f"{total['hang']} hang, {total['other errors']} end by an error that does not name the rank",
         )
     ]

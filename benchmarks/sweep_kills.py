@@ -4,8 +4,7 @@
 
 The command ``autoaccum sweep`` on a small recipe with dropout, a checkpoint after every window: alone, with two
 processes of which the first is killed, and with two of which the other is killed, and the first a little later. What a
-killed process has left runs on beside the next. Each first process is forked from this one, which has imported
-everything; those that ``--jobs`` starts import it themselves.
+killed process has left runs on beside the next. Each is forked from this one, which has imported everything.
 """
 
 from __future__ import annotations
@@ -19,6 +18,7 @@ import sys
 import tempfile
 import time
 from collections import Counter
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -85,7 +85,7 @@ class Outcome:
 
 def sweep_with_kills(directory: Path, kills: int, outcome: Outcome, generator: random.Random) -> set[psutil.Process]:
     """One sweep, killed so many times unless it ends before; the processes that the kills have left."""
-    command = [*COMMAND, "--directory", str(directory), "--jobs", str(outcome.jobs)]
+    command = [*COMMAND, "--directory", str(directory)]
     left: set[psutil.Process] = set()
 
     def work() -> None:
@@ -98,20 +98,17 @@ def sweep_with_kills(directory: Path, kills: int, outcome: Outcome, generator: r
     started, is_over = time.perf_counter(), False
     while not is_over:
         outcome.starts += 1
-        with forked(work) as pid:
-            first = psutil.Process(pid)
+        with forked(work) as pid, forked(work) if outcome.jobs > 1 else nullcontext() as other:
             end = generator.uniform(0, LONGEST[outcome.jobs]) if kills else 600.0
             is_over = _ends(pid, end)
-            if not is_over and outcome.others:
-                # Not the process that multiprocessing has to clean up after the others.
-                others = [child for child in first.children() if "spawn_main" in " ".join(child.cmdline())]
-                for child in others:
-                    child.kill()
-                    kills -= 1
-                    outcome.kills += 1
+            if other is not None:
+                left.add(psutil.Process(other))
+            if not is_over and other is not None and outcome.others:
+                os.kill(other, signal.SIGKILL)
+                kills -= 1
+                outcome.kills += 1
                 is_over = _ends(pid, generator.uniform(0, 1))
             if not is_over:
-                left |= set(first.children())
                 os.kill(pid, signal.SIGKILL)
                 _, status = os.waitpid(pid, 0)
                 assert os.WIFSIGNALED(status), status
@@ -195,8 +192,8 @@ def main() -> int:
     generator = random.Random(options.seed)
     ways = {
         "alone": (1, False),
-        "`--jobs 2`, the first is killed": (2, False),
-        "`--jobs 2`, the other, then the first": (2, True),
+        "two, the first is killed": (2, False),
+        "two, the other is killed, then the first": (2, True),
     }
     found = {}
     with tempfile.TemporaryDirectory() as name:
@@ -226,8 +223,7 @@ def main() -> int:
             f"{LONGEST[2]} s, the first of them up to a second after the other, and started again at once, until it "
             f"ends. Compared are the states, parameters and values of all trials, to the bit, with those of a sweep "
             f"that was never killed, and the samples in their records. Lost are the seconds beyond the sweep never "
-            f"killed: to start, and to train again what no checkpoint held. Python and PyTorch are imported before by "
-            f"the first process, and each time by the other."
+            f"killed: to start, and to train again what no checkpoint held. Python and PyTorch are imported before."
         )
         write_table("sweep_kills", text, list(columns), list(zip(*columns.values(), strict=True)))
     return 1 if any(outcome.wrong for outcome in found.values()) else 0

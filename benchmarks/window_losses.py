@@ -33,7 +33,7 @@ from torch.nn.functional import cross_entropy, normalize
 import autoaccum
 from autoaccum._units import format_bytes
 from autoaccum.events import Started
-from autoaccum.loss.contrastive import info_nce
+from autoaccum.step.contrastive import info_nce
 from autoaccum.testing import simulated_memory
 
 PAIRS = 128

@@ -1,8 +1,7 @@
-"""Draws the rooms of the house: what each is for, its files, and from which others it imports.
+"""Draws the rooms of the house and lists their files in the tour, ``docs/design.md``.
 
-``python docs/rooms.py --write`` draws ``docs/rooms.svg`` and links each file of the tour in ``docs/design.md`` that is
-there. A room's line is the first line of its own docstring. What its files do stands in the tour, which is written by
-hand; tests ask this script whether it leaves one out.
+``python docs/rooms.py --write`` draws ``docs/rooms.svg`` and writes the table of the tour. The line of a room or file
+is the first line of its docstring.
 """
 
 from __future__ import annotations
@@ -11,45 +10,50 @@ import ast
 import re
 import sys
 import textwrap
+import tomllib
 from html import escape
 from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
+PACKAGE = ROOT / "autoaccum"
 if __name__ == "__main__":
     sys.path.insert(0, str(ROOT))  # draws the package beside it
 
-from tests.house import PACKAGE, ROOM_OF, ROOMS, graph, modules, room_of  # noqa: E402
+import grimp  # noqa: E402
 
 PAGE = ROOT / "docs" / "design.md"
 PICTURE = ROOT / "docs" / "rooms.svg"
+
+LAYERS = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["importlinter"]["contracts"][0]["layers"]
+ROOM_OF = {"__init__": "facade"}
+"""The room of each module or folder at the top of the package."""
+for _index, _layer in enumerate(LAYERS):
+    _names = _layer.split(" : ")
+    _room = "facade" if not _index else "floor" if _index == len(LAYERS) - 1 else _names[-1]
+    ROOM_OF |= dict.fromkeys(_names, _room)
+ROOMS = list(dict.fromkeys(ROOM_OF.values()))
+"""From the top down, as import-linter holds them."""
 
 TITLES = {"facade": "the top", "floor": "the floor"}
 """The names of rooms that are no folder."""
 PURPOSES = {
     "facade": "The public names, each imported when it is first used: `import autoaccum` loads no torch.",
-    "sweeps": "Studies over learning rate and effective batch: their trials, who runs which, and what they come to.",
-    "runs": "What outlives the process: directories of runs, checkpoints, records, and what earlier runs found out.",
-    "verification": "Does a run compute what it says? The checks of its first windows.",
     "floor": "What every room may use: public errors and events, checks of arguments, bytes as text.",
 }
-"""What rooms are for whose folder is not there, or says nothing."""
+"""What rooms are for that are no folder."""
 
-PLANNED: list[str] = []
-"""Files of the tour that need not be there yet. To be emptied."""
-LEAVING: list[str] = []
-"""Files that are there and that the tour need not name any more. To be emptied."""
+TABLE = re.compile(r"(?<=<!-- rooms: written by docs/rooms.py -->\n)(.*?)(?=<!-- end of rooms -->)", re.DOTALL)
 
 
 def files() -> set[str]:
     """Return the files of the package that a tour names: all but those that only make a folder a package."""
-    found = {path.relative_to(PACKAGE).as_posix() for path in modules().values()}
+    found = {path.relative_to(PACKAGE).as_posix() for path in PACKAGE.rglob("*.py")}
     return {file for file in found if file == "__init__.py" or not file.endswith("/__init__.py")}
 
 
 def room(file: str) -> str:
     """Return the name of a file's room."""
-    first = file.split("/")[0].removesuffix(".py")
-    return list(ROOMS)[ROOM_OF[first]]
+    return ROOM_OF[file.split("/")[0].removesuffix(".py")]
 
 
 def title(name: str) -> str:
@@ -58,36 +62,26 @@ def title(name: str) -> str:
 
 
 def purpose(name: str) -> str:
-    """Return what a room is for: the first line of its docstring."""
-    path = PACKAGE / name / "__init__.py"
-    if not path.exists():
-        return PURPOSES[name]
+    """Return what a room is for."""
+    return PURPOSES.get(name) or first_line(PACKAGE / name / "__init__.py")
+
+
+def first_line(path: Path) -> str:
+    """Return the first line of a file's docstring, as Markdown."""
     return (ast.get_docstring(ast.parse(path.read_text())) or "").split("\n")[0].replace("``", "`")
 
 
-FILE_ROW = re.compile(r"^\| (?:\[|`)([\w/]+\.py)(?:\]\(\S+\)|`) \| (.+) \|$", re.MULTILINE)
-ROOM_ROW = re.compile(r"^\| \*\*(.+)\*\* \| \*\*(.+)\*\* \|$", re.MULTILINE)
-
-
-def tour(page: str) -> dict[str, str]:
-    """Return the files that a page lists, each with its clause, in the order in which they stand there."""
-    return dict(FILE_ROW.findall(page))
-
-
-def said(page: str) -> dict[str, str]:
-    """Return what a page says of each room, in the order in which they stand there."""
-    return dict(ROOM_ROW.findall(page))
-
-
-def linked(page: str) -> str:
-    """Return the page with a link to each file of its tour that is there."""
-
-    def row(match: re.Match[str]) -> str:
-        file, clause = match.groups()
-        name = f"[{file}](../autoaccum/{file})" if (PACKAGE / file).exists() else f"`{file}`"
-        return f"| {name} | {clause} |"
-
-    return FILE_ROW.sub(row, page)
+def written(page: str) -> str:
+    """Return the page with its table of rooms and files as the code has them."""
+    lines = ["", "| file | what it does |", "| --- | --- |"]
+    for name in ROOMS:
+        lines.append(f"| **{title(name)}** | **{purpose(name)}** |")
+        lines += [
+            f"| [{file}](../autoaccum/{file}) | {first_line(PACKAGE / file)} |"
+            for file in sorted(files())
+            if room(file) == name
+        ]
+    return TABLE.sub("\n".join([*lines, "", ""]), page)
 
 
 # The picture. Its colours stand on a ground of their own, so it can be read on a page of any colour.
@@ -113,21 +107,19 @@ def picture() -> str:
 
     A dot to the right of the diagonal is an import that goes down; one to the left of it would go up.
     """
-    all_names = list(ROOMS)
-    rooms = [name for name in all_names if any(room(file) == name for file in files())]
+    rooms = [name for name in ROOMS if any(room(file) == name for file in files())]
+    graph = grimp.build_graph("autoaccum")
     imported = {
-        (all_names[room_of(module)], all_names[room_of(target)])
-        for module, targets in graph().items()
-        for target in targets
+        (ROOM_OF[module.split(".")[1]], ROOM_OF[target.split(".")[1]])
+        for module in graph.modules - {"autoaccum"}
+        for target in graph.find_modules_directly_imported_by(module) - {"autoaccum"}
     }
     columns = {name: LEFT + BOX + 30 + CELL * (index + 0.5) for index, name in enumerate(rooms)}
-    order = {file: index for index, file in enumerate(tour(PAGE.read_text()))}
     parts = []
     middles = {}
     top = HEAD
     for name in rooms:
-        there = sorted((file for file in files() if room(file) == name), key=lambda file: (order.get(file, 999), file))
-        stems = " ".join(Path(file).stem for file in there)
+        stems = " ".join(Path(file).stem for file in sorted(files()) if room(file) == name)
         lines = [("why", line) for line in textwrap.wrap(purpose(name).replace("`", ""), 88)]
         lines += [("files", line) for line in textwrap.wrap(stems, 82)]
         height = LINE * len(lines) + 14
@@ -170,7 +162,7 @@ def picture() -> str:
 
 if __name__ == "__main__":
     if "--write" in sys.argv:
-        PAGE.write_text(linked(PAGE.read_text()))
+        PAGE.write_text(written(PAGE.read_text()))
         PICTURE.write_text(picture())
     else:
         print(picture(), end="")

@@ -59,7 +59,7 @@ def follow(window: int, *, looks: bool = False, **arguments: Any) -> Walk:
         path = Path(frame.f_code.co_filename)
         name = frame.f_code.co_qualname.split(".<")[0]  # what is defined inside a function is part of it
         # A run of yours reads the real clock; and what makes tracebacks short was entered once, before all windows.
-        if path.is_relative_to(PACKAGE) and not name.startswith(("ManualClock.", "without_own_frames")):
+        if path.is_relative_to(PACKAGE) and not name.startswith("ManualClock."):
             names = walk.setdefault(path.relative_to(PACKAGE).as_posix(), [])
             if name not in names and not name.startswith("<"):
                 names.append(name)

@@ -16,7 +16,7 @@ from sklearn.linear_model import LogisticRegression
 from torch import Tensor, nn
 
 import autoaccum
-from autoaccum.loss.contrastive import info_nce
+from autoaccum.step.contrastive import info_nce
 from autoaccum.testing import simulated_memory
 
 LIMIT = "6MiB"

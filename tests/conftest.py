@@ -142,8 +142,20 @@ def _touching(items: list[pytest.Item]) -> Iterator[pytest.Item]:
         met[name] += 1
 
 
+def _leave_to_slow_runs(items: list[pytest.Item]) -> None:
+    """Mark all but every so-manieth test of a table ``slow``: each row and each column of it has some that run."""
+    met: Counter[str] = Counter()
+    for item in items:
+        mark, name = item.get_closest_marker("every"), item.nodeid.partition("[")[0]
+        if mark and met[name] % mark.args[0]:
+            item.add_marker(pytest.mark.slow)
+        met[name] += 1
+
+
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     _measure_nothing(items)
+    if config.getoption("--device") == "cpu":
+        _leave_to_slow_runs(items)
     for item in items:
         if item.get_closest_marker("weighted"):
             item.fixturenames.insert(0, "weighted")  # type: ignore[attr-defined]
@@ -171,9 +183,10 @@ UNMEASURED = (
     "tests/laws/test_laws_everywhere.py",
     "tests/laws/test_laws_faults.py",
     "tests/laws/test_laws_lengths.py",
+    "tests/laws/test_laws_memory_saving.py",
     "tests/laws/test_laws_schedules.py",
     "tests/record/",
-    "tests/window/",
+    "tests/step/",
 )
 """Tests that count every operation of a run, or every byte, or compare with a version that measured nothing: in them a
 run does not measure its exactness. ``tests/laws/test_laws_verification.py`` has the same faults within a measurement."""

@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from autoaccum.step.step import Step
 from autoaccum.testing import oom_at
-from autoaccum.window.step import Step
 
 
 def sizes(*often: int) -> pytest.MarkDecorator:
@@ -49,10 +49,11 @@ class Operations(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
     def every(self, stride: int, offset: int = 0) -> list[int]:
-        """Return numbers, from 1: of each kind of operation the first, and every ``stride``-th.
+        """Return every ``stride``-th number; tests that sweep the same code take different offsets."""
+        return list(range(1 + offset % stride, len(self.names) + 1, stride))
 
-        ``offset`` is where among its kind the count begins: tests that sweep the same code take different ones.
-        """
+    def of_each_kind(self, stride: int, offset: int = 0) -> list[int]:
+        """Return numbers: of each kind of operation the first, and every ``stride``-th from ``offset`` on."""
         met: Counter[str] = Counter()
         numbers = []
         for number, name in enumerate(self.names, start=1):

@@ -15,7 +15,7 @@ if platform.machine() in ("x86_64", "AMD64"):
 @contextmanager
 def nothing_measured() -> Iterator[None]:
     """Let no run measure its exactness, as with ``verify=False``."""
-    from autoaccum.verification.examiner import Examiner
+    from autoaccum.step.verification import Examiner
 
     original = Examiner.__init__
 
@@ -29,7 +29,7 @@ def nothing_measured() -> Iterator[None]:
 @contextmanager
 def nothing_joined() -> Iterator[None]:
     """Let runs weigh micro-batches, as with ``accumulate="weighted"``, where nothing else is asked for."""
-    from autoaccum.window.step import Step
+    from autoaccum.step.step import Step
 
     original = Step.__init__
 
@@ -37,6 +37,6 @@ def nothing_joined() -> Iterator[None]:
         chosen = options.get("accumulate", "auto")
         original(self, *args, **{**options, "accumulate": "weighted" if chosen == "auto" else chosen})
 
-    never = mock.patch("autoaccum.training.checking.why_not_joined", return_value=("", ""))
+    never = mock.patch("autoaccum.training.check.why_not_joined", return_value=("", ""))
     with mock.patch.object(Step, "__init__", made), never:
         yield

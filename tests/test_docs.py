@@ -228,6 +228,8 @@ def test_links_lead_somewhere(page: Path) -> None:
     for target in re.findall(r"\]\(([^)#]+)\)", page.read_text()):
         if not target.startswith("http"):
             assert (page.parent / target).exists(), target
+    for target in re.findall(r"`((?:autoaccum|benchmarks|docs|examples|findings|tests)/[\w/]+\.\w+)", page.read_text()):
+        assert (ROOT / target).exists(), target
 
 
 def figures(text: str) -> list[tuple[str, int, float]]:

@@ -193,15 +193,10 @@ CASES: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
         errors.ArgumentTypeError,
         "lr_scheduler=None",
     ),
-    "lazy layers in a model that fails": (
-        {"model": nn.Sequential(nn.LazyLinear(3), nn.Linear(7, 3))},
+    "lazy layers": (
+        {"model": nn.LazyLinear(3)},
         errors.ArgumentError,
-        "model='Sequential'.*Call it once on a batch, model.inputs., before: a forward .* failed .RuntimeError: mat1",
-    ),
-    "lazy layers and an iterator": (
-        {"model": nn.LazyLinear(3), "data": iter([classes(8)])},
-        errors.ArgumentError,
-        "Call it once on a batch.*: there is no example batch .*read only once",
+        "model='LazyLinear': expected a model whose lazy layers know their shapes. Call it once on a batch: model.inputs.",
     ),
     "BatchNorm in ones": (
         {"model": nn.Sequential(nn.BatchNorm1d(8), nn.Linear(8, 3)), "micro_batch": 1},
@@ -297,9 +292,8 @@ def test_the_tree_in_the_docstring_is_the_tree() -> None:
 
 
 ADVICE = (
-    errors.Advice(name="bf16", saves_bytes=2048, needed_bytes=3072, fits=True, how="precision='bf16'"),
-    errors.Advice(name="SGD", saves_bytes=1024, needed_bytes=4096, fits=False, how="optimizer=..."),
-    errors.Advice(name="Adafactor", saves_bytes=1000, needed_bytes=None, fits=False, how="optimizer=..."),
+    errors.Advice(name="bf16", how="precision='bf16'"),
+    errors.Advice(name="SGD", how="optimizer=..."),
 )
 
 
@@ -311,11 +305,7 @@ def test_advice_stands_in_the_message_a_line_each() -> None:
     assert (error.phase, error.micro_batch, error.peak_bytes, error.limit_bytes) == ("training", 2, 5120, 3072)
     first, *lines = str(error).splitlines()
     assert first.startswith("training: a micro-batch of 2, the smallest there is, does not fit, 5.00 KiB in use")
-    assert lines == [
-        "  bf16: saves 2.00 KiB, 3.00 KiB needed: fits (precision='bf16')",
-        "  SGD: saves 1.00 KiB, 4.00 KiB needed: not enough (optimizer=...)",
-        "  Adafactor: saves 1000 B, whether that is enough is not known (optimizer=...)",
-    ]
+    assert lines == ["  bf16: precision='bf16'", "  SGD: optimizer=..."]
 
 
 def test_errors_can_be_pickled() -> None:
@@ -323,7 +313,6 @@ def test_errors_can_be_pickled() -> None:
     for error in (
         errors.ArgumentError("effective_batch", 0, "an int"),
         errors.RaggedBatchError({"x": 3, "y": 4}),
-        errors.ScheduleError("1e6", 3, "the end"),
         errors.NothingFitsError(phase="training", micro_batch=1, peak_bytes=5, limit_bytes=4, advice=ADVICE),
     ):
         again = pickle.loads(pickle.dumps(error))

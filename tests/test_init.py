@@ -103,7 +103,7 @@ def test_what_needs_torch_loads_it() -> None:
 
 def test_a_submodule_in_use_takes_no_names_place() -> None:
     import autoaccum.planning.cuts
-    import autoaccum.training.probing
+    import autoaccum.training.probe
 
     assert callable(autoaccum.plan)
     assert callable(autoaccum.probe)

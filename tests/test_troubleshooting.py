@@ -12,9 +12,10 @@ from pathlib import Path
 import pytest
 
 from autoaccum import errors
-from tests.house import modules
 
-PAGE = Path(__file__).parent.parent / "docs" / "troubleshooting.md"
+ROOT = Path(__file__).parent.parent
+PACKAGE = ROOT / "autoaccum"
+PAGE = ROOT / "docs" / "troubleshooting.md"
 SHORTEST = 12
 """Characters of a piece of a message that is looked for; shorter ones, such as "samples", stand anywhere."""
 
@@ -76,7 +77,7 @@ SAID_BY = {
 def said() -> dict[str, list[str]]:
     """The pieces of all that is announced, by file and line: causes and consequences of notices, texts of warnings."""
     found: dict[str, list[str]] = {}
-    for path in modules().values():
+    for path in PACKAGE.rglob("*.py"):
         for scope, call in scopes(ast.parse(path.read_text())):
             name = ast.unparse(call.func).split(".")[-1]
             words = {keyword.arg: keyword.value for keyword in call.keywords}
@@ -133,7 +134,7 @@ def test_every_error_is_among_them() -> None:
 
 def test_no_public_error_lies_elsewhere() -> None:
     """Those of other modules are caught inside, and derive from nothing of ``errors``."""
-    for path in modules().values():
+    for path in PACKAGE.rglob("*.py"):
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, ast.ClassDef) and path != Path(errors.__file__):
                 assert {ast.unparse(base).split(".")[-1] for base in node.bases} & {*vars(errors)} <= {"Any"}, node.name

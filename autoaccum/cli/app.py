@@ -27,7 +27,6 @@ from autoaccum.cli.options import writable
 from autoaccum.cli.printing import CLOSED, fail, hush, show_warning
 from autoaccum.cli.spelling import offered
 from autoaccum.errors import ArgumentError, AutoaccumError, MemoryLimitError, RecipeError, ResumeError
-from autoaccum.training.frames import leave_out_own
 from autoaccum.training.recipes import RecipeRaised
 from autoaccum.training.synonyms import elsewhere, meant_in
 
@@ -100,20 +99,21 @@ def _instead(option: str) -> str:
     cure, name = elsewhere(option), option.lstrip("-").replace("-", "_")
     if "recipe" not in offered.get():
         return cure
-    from autoaccum.training.options import OF_FIT  # not sooner: to plan and to help takes no torch
+    import autoaccum  # not sooner: to plan and to help takes no torch
+    from autoaccum.training.declarations import arguments_of
 
+    of_fit = arguments_of(autoaccum.fit)
     meant = meant_in(cure) or ("" if cure else name)
-    if meant in offered.get() or meant not in OF_FIT:
+    if meant in offered.get() or meant not in of_fit:
         return cure
     # A check has no epochs; but no command line can write a function, or a dataset.
-    if writable(OF_FIT[meant].type):
+    if writable(of_fit[meant].type):
         return f"Leave it out (autoaccum fit has --{meant.replace('_', '-')} for it)."
     return f"{cure} The recipe returns it: {{{meant!r}: ...}}.".strip()
 
 
 def _show(error: Exception) -> int:
-    """Print the traceback of an unexpected error, which ends where the recipe's code failed; return the exit code."""
-    leave_out_own(error)
+    """Print the traceback of an unexpected error; return the exit code."""
     traceback.print_exception(error)
     return 1
 

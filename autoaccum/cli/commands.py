@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import logging
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -10,6 +11,7 @@ from typing import Annotated, Any
 
 from cyclopts import App, Parameter
 
+import autoaccum
 from autoaccum._units import format_bytes
 from autoaccum.cli import options
 from autoaccum.cli.keeping import keeping, sweep_lines
@@ -42,28 +44,25 @@ def __getattr__(name: str) -> Any:
     """Return a command whose options torch has to be imported for (PEP 562)."""
     if name not in ("check", "estimate", "fit", "probe", "sweep"):
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    from autoaccum.training.options import OF_CHECK, OF_FIT, OF_PROBE
+    from autoaccum.training.declarations import arguments_of
+    from autoaccum.training.options import BUDGETS, NOT_IN_SWEEPS
 
     # Made anew each time: a process runs one command, and tests call several.
-    if name == "check":
-        return options.command(_check, options.of_declared(OF_CHECK.values()))
-    if name == "estimate":
-        from autoaccum.training.estimating import OF_ESTIMATE
-
-        return options.command(_estimate, options.of_declared(OF_ESTIMATE.values()))
-    if name == "fit":
-        return options.command(_fit, options.of_declared(OF_FIT.values()))
-    if name == "probe":
-        return options.command(_probe, options.of_declared(OF_PROBE.values()))
+    run = {"check": _check, "estimate": _estimate, "fit": _fit, "probe": _probe}.get(name)
+    if run is not None:
+        return options.command(run, options.of_declared(arguments_of(getattr(autoaccum, name)).values()))
     try:
-        from autoaccum.sweeps.options import OF_SWEEP, PASSED_ON
+        from autoaccum.sweeps.sweep import sweep
     except MissingExtraError as error:
         return _without_optuna(error)
     # The recipe is the command's own argument, and --trials its own name; budgets but samples would not be the same
     # for trials of different effective batches.
-    own = [argument for argument in OF_SWEEP.values() if argument.name not in ("recipe", "num_trials")]
-    of_fit = [argument for argument in PASSED_ON.values() if argument.decides != "budget"]
-    return options.command(_sweep, options.of_declared([*own, *of_fit]))
+    left_out = {"recipe", "num_trials", "fit_arguments", *NOT_IN_SWEEPS}
+    own = arguments_of(sweep)
+    offered = arguments_of(autoaccum.fit) | own
+    first = [one for one in own if one not in left_out]
+    rest = [one for one in offered if one not in {*left_out, *own, *BUDGETS}]
+    return options.command(_sweep, options.of_declared(offered[one] for one in (*first, *rest)))
 
 
 def _without_optuna(error: MissingExtraError) -> App:
@@ -79,11 +78,11 @@ def _without_optuna(error: MissingExtraError) -> App:
 
 def _check(recipe: Recipe, /, *, settings: Settings = None, json: Json = False, **given: Any) -> int:
     """Measure whether cut windows have the gradient of whole ones; 1 where they have not, or it cannot be measured."""
-    from autoaccum.training.checking import check
-    from autoaccum.training.options import OF_CHECK
+    from autoaccum.training.check import check
+    from autoaccum.training.declarations import arguments_of
 
     with stdout_kept(json), opened(recipe, parameters_of(settings)) as arguments:
-        shared = {name: value for name, value in arguments.items() if name in OF_CHECK}
+        shared = {name: value for name, value in arguments.items() if name in arguments_of(check)}
         report = check(**{**shared, "batch": _data_of(arguments), **given})
     if json:
         print_json(check_document(report))
@@ -94,14 +93,15 @@ def _check(recipe: Recipe, /, *, settings: Settings = None, json: Json = False, 
 
 def _estimate(recipe: Recipe, /, *, settings: Settings = None, json: Json = False, **given: Any) -> int:
     """Estimate what fits on a device that is not at hand; 3 where nothing does."""
-    from autoaccum.training.estimating import OF_ESTIMATE, estimate
+    from autoaccum.training.declarations import arguments_of
+    from autoaccum.training.estimate import estimate
 
     with stdout_kept(json), opened(recipe, parameters_of(settings)) as arguments:
         # Not left to estimate, whose TypeError would speak of Python and not of options.
         if "device_memory" not in given:
             cure = "Pass --device-memory: no other argument says which device is meant."
             raise ArgumentError("device_memory", None, "bytes, or a text such as 24GiB", cure)
-        shared = {name: value for name, value in arguments.items() if name in OF_ESTIMATE}
+        shared = {name: value for name, value in arguments.items() if name in arguments_of(estimate)}
         report = estimate(**{**shared, "batch": _data_of(arguments), **given})
     if json:
         print_json(dataclasses.asdict(report) | {"range_bytes": report.range_bytes})
@@ -147,18 +147,17 @@ class _Batches:
 
 def _fit(recipe: Recipe, /, *, settings: Settings = None, json: Json = False, **given: Any) -> int:
     """Train what the recipe returns."""
-    from autoaccum.ranks.group import speaks
-    from autoaccum.ranks.launcher import is_launched
-    from autoaccum.reporting.epochs import EpochLines
-    from autoaccum.training.fitting import fit
-    from autoaccum.training.options import OF_FIT
+    from autoaccum.distributed.group import speaks
+    from autoaccum.distributed.launcher import is_launched
+    from autoaccum.reporting.logs import LoggingReporter
+    from autoaccum.training.fit import fit
+    from autoaccum.training.options import BUDGETS
 
     # Trained within the recipe's context, for processes that read data import what stands beside it.
     # Seeded as for a trial of a sweep, so that a recipe that draws its weights makes the same ones.
     with stdout_kept(json), opened(recipe, parameters_of(settings), given.get("seed")) as arguments:
-        budgets = {name for name, argument in OF_FIT.items() if argument.decides == "budget"}
-        if not given.keys().isdisjoint(budgets):  # one budget replaces another
-            arguments = {name: value for name, value in arguments.items() if name not in budgets}
+        if not given.keys().isdisjoint(BUDGETS):  # one budget replaces another
+            arguments = {name: value for name, value in arguments.items() if name not in BUDGETS}
         arguments = {**arguments, **given}
         # Not left to fit, whose TypeError would speak of Python and not of options.
         if "effective_batch" not in arguments:
@@ -166,7 +165,7 @@ def _fit(recipe: Recipe, /, *, settings: Settings = None, json: Json = False, **
                 "effective_batch", None, "samples", "Pass --effective-batch, or return it from the recipe."
             )
         if given.get("progress") is False:
-            arguments["callbacks"] = _with(EpochLines(), arguments.get("callbacks", ()))
+            arguments["callbacks"] = _with(LoggingReporter(_log_on_stderr()), arguments.get("callbacks", ()))
         with keeping(recipe, arguments, json=json) as kept:
             # Not on several ranks, which would tell each other of callbacks after each window.
             if kept.is_new and not is_launched():
@@ -181,6 +180,15 @@ def _fit(recipe: Recipe, /, *, settings: Settings = None, json: Json = False, **
     return 1 if kept.ended == "diverged" else 0
 
 
+def _log_on_stderr() -> logging.Logger:
+    """Return a log without warnings, which the command prints itself."""
+    # Made here and not looked up by a name, so that nothing of the process's own logging is changed.
+    log, handler = logging.Logger("autoaccum"), logging.StreamHandler()
+    handler.addFilter(lambda record: record.levelno == logging.INFO)
+    log.addHandler(handler)
+    return log
+
+
 def _with(callback: Any, callbacks: Any) -> Any:
     """Return a recipe's callbacks with one more, the last; what is none is left to ``fit`` to refuse."""
     return [*callbacks, callback] if isinstance(callbacks, Iterable) else callbacks
@@ -188,12 +196,12 @@ def _with(callback: Any, callbacks: Any) -> Any:
 
 def _probe(recipe: Recipe, /, *, settings: Settings = None, json: Json = False, **given: Any) -> None:
     """Find the largest micro-batch that fits."""
-    from autoaccum.training.options import OF_PROBE
-    from autoaccum.training.probing import probe, told
+    from autoaccum.training.declarations import arguments_of
+    from autoaccum.training.probe import probe, told
 
     with stdout_kept(json), opened(recipe, parameters_of(settings)) as arguments:
         # A recipe serves fit too, which takes more.
-        shared = {name: value for name, value in arguments.items() if name in OF_PROBE}
+        shared = {name: value for name, value in arguments.items() if name in arguments_of(probe)}
         before = told.set(None if json else TrialRows())
         try:
             report = probe(**{**shared, **given})
@@ -216,8 +224,8 @@ def _sweep(
 ) -> int:
     """Run trials, as many as the study lacks, and print what they have come to."""
     from autoaccum._checks import positive_int
-    from autoaccum.ranks.group import speaks
-    from autoaccum.sweeps.claims import directory_of, folders_of
+    from autoaccum.distributed.group import speaks
+    from autoaccum.sweeps.claims import directory_of, folder_of
     from autoaccum.sweeps.studies import best_trials, totals
     from autoaccum.sweeps.sweep import sweep
 
@@ -240,9 +248,7 @@ def _sweep(
         best = best_trials(study)
         print("\n".join(study_lines(best, found)), flush=True)
         place = Path(given.get("directory") or directory_of(study.study_name))
-        # A trial that another machine ran has its checkpoint there.
-        folder = folders_of(study, place).get(best[0].number) if best else None
-        more = [f"best weights: autoaccum.load_best({str(folder)!r}, model)"] if folder is not None else []
+        more = [f"best weights: autoaccum.load_best({str(folder_of(place, best[0].number))!r}, model)"] if best else []
         _say_sweep(study.study_name, given, more, is_finished=found["finished"] >= trials)
     # Trials that do not fit are pruned, so the study has ended well; but nothing was learnt from it.
     if found["finished"] and found["not_fitting"] == found["finished"]:
@@ -278,18 +284,16 @@ cache = App(name="cache")
 
 @cache.default
 def _show_cache(*, json: Json = False) -> None:
-    """Print what earlier runs have left, an entry a line."""
+    """Print where it is kept, and how much of it there is."""
     from autoaccum.runs.past import Past  # not sooner: to help takes no torch
 
     past = Past()
-    entries, num_bytes = past.entries(), past.num_bytes()
+    files = past.files()
+    num_bytes = sum(path.stat().st_size for path in files)
     if json:
-        models = [dataclasses.asdict(entry) for entry in entries]
-        print_json({"directory": str(past.where), "num_entries": len(models), "bytes": num_bytes, "entries": models})
-        return
-    for entry in entries:
-        print(f"{entry.saved}  {entry.model} on {entry.device}: {counted(entry.num_trials, 'size')}")
-    print(f"{past.where}: {counted(len(entries), 'entry', 'entries')}, {format_bytes(num_bytes)}")
+        print_json({"directory": str(past.where), "num_files": len(files), "bytes": num_bytes})
+    else:
+        print(f"{past.where}: {counted(len(files), 'file')}, {format_bytes(num_bytes)}")
 
 
 @cache.command(name="clear")
@@ -298,14 +302,16 @@ def _clear_cache(*, json: Json = False) -> int:
     from autoaccum.runs.past import Past
 
     past = Past()
+    files = past.files()
     try:
-        removed = past.clear()
+        for path in files:
+            path.unlink(missing_ok=True)  # another process was first
     except OSError as error:  # no error of ours, and no mistake in our code: told without a traceback
         return fail(error, 1)
     if json:
-        print_json({"directory": str(past.where), "removed_files": removed})
+        print_json({"directory": str(past.where), "removed_files": len(files)})
     else:
-        print(f"{past.where}: removed {counted(removed, 'file')}")
+        print(f"{past.where}: removed {counted(len(files), 'file')}")
     return 0
 
 
@@ -356,7 +362,7 @@ def _is_sweep(place: str) -> bool:
     if Path(place).is_dir():
         return (Path(place) / STUDY).exists()  # a sweep's own storage, beside the folders of its trials
     # Otherwise as ``sweep`` reads the text: a URL of Optuna, or a journal file.
-    return "://" in place or place.startswith("journal:") or place.endswith(".log")
+    return "://" in place or place.startswith("journal:")
 
 
 def _report_study(places: Sequence[str], name: str | None, output: str | None, *, json: bool) -> int:

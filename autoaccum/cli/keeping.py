@@ -67,7 +67,7 @@ class Kept:
         elif self.ended == "interrupted":
             self.state = f"after step {result.num_steps}"
         elif self.path is not None:
-            file = os.path.join(self.path, "checkpoints", f"step-{result.num_steps:08d}", "model.safetensors")
+            file = os.path.join(self.path, "checkpoints", f"step-{result.num_steps:08d}", "model.pt")
             self.weights = file if os.path.exists(file) else ""  # ranks that share a model write others
         if self.ended != "interrupted":
             self.resume_command = None
@@ -101,7 +101,7 @@ def keeping(recipe: str, arguments: Mapping[str, Any], *, json: bool) -> Iterato
     Raises:
         ArgumentError: no directory can be made.
     """
-    from autoaccum.ranks.group import speaks
+    from autoaccum.distributed.group import speaks
 
     # Who insists on a checkpoint means that of a run that is there: ``fit`` tells that it has to be named.
     is_new = "run_dir" not in arguments and arguments.get("resume") is not True
@@ -158,7 +158,7 @@ def _without(words: Sequence[str], names: Collection[str]) -> list[str]:
 
 def _started_as(words: Sequence[str]) -> str:
     """Return a command line of the program as it was started."""
-    from autoaccum.ranks.launcher import is_launched
+    from autoaccum.distributed.launcher import is_launched
 
     # How many processes there were, and where they met, only the user knows.
     return f"{'torchrun ... -m autoaccum' if is_launched() else 'autoaccum'} {shlex.join(words)}"
@@ -203,9 +203,9 @@ def _made(base: Path, name: str) -> Path:
 
 def _of_all_ranks(function: Callable[[], Path], arguments: Mapping[str, Any]) -> Path:
     """Return what a function returns, on several ranks that train together what it does on the first, for all."""
+    from autoaccum.distributed.group import join
+    from autoaccum.distributed.launcher import is_launched, own_device
     from autoaccum.memory.devices import current_device_kept, find_device
-    from autoaccum.ranks.group import join
-    from autoaccum.ranks.launcher import is_launched, own_device
 
     if not is_launched() or arguments.get("ranks", "together") != "together":
         return function()
@@ -241,7 +241,7 @@ def _has_checkpoint(path: Path) -> bool:
 
 def _say(kept: Kept) -> None:
     """Print where a run is kept to standard error, once for all ranks."""
-    from autoaccum.ranks.group import speaks
+    from autoaccum.distributed.group import speaks
 
     if speaks():
         for line in kept.lines():

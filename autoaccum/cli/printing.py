@@ -26,8 +26,8 @@ if TYPE_CHECKING:  # they take torch with them, which `plan` and `--help` have n
     from optuna.trial import FrozenTrial
 
     from autoaccum.cli.keeping import Kept
-    from autoaccum.training.check_report import CheckReport
-    from autoaccum.training.probing import ProbeReport
+    from autoaccum.training.check import CheckReport
+    from autoaccum.training.probe import ProbeReport
     from autoaccum.training.result import FitResult
 
 _CLEARLY_FASTER = 1.1
@@ -164,11 +164,10 @@ def study_document(study: Study, found: Mapping[str, Any], best: Sequence[Frozen
         study: of the sweep.
         found: its totals.
         best: its best trials.
-        place: its directory; of a trial that was run in another one the directory is null.
+        place: its directory; null for a trial that has none there.
     """
-    from autoaccum.sweeps.claims import folders_of
+    from autoaccum.sweeps.claims import folder_of
 
-    folders = folders_of(study, place)
     trials = [
         {
             "number": trial.number,
@@ -176,7 +175,7 @@ def study_document(study: Study, found: Mapping[str, Any], best: Sequence[Frozen
             "values": trial.values,
             "params": trial.params,
             **trial.user_attrs,
-            "directory": str(folders[trial.number]) if trial.number in folders else None,
+            "directory": str(folder) if (folder := folder_of(place, trial.number)).exists() else None,
         }
         for trial in study.trials
     ]

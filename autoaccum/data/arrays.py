@@ -1,4 +1,4 @@
-"""Makes tensors of NumPy arrays, as default_collate does, and says what to write for those that PyTorch cannot take."""
+"""Makes tensors of NumPy arrays, as default_collate does."""
 
 from __future__ import annotations
 
@@ -11,41 +11,17 @@ import numpy as np
 import torch
 
 from autoaccum.data import batches, objects
-from autoaccum.errors import DataError
-
-_CURES = {
-    # PyTorch has these types, and computes next to nothing with them: not even rows of them can be picked.
-    "uint16": "Convert it: array.astype(np.int64).",
-    "uint32": "Convert it: array.astype(np.int64).",
-    "uint64": "Convert it: array.astype(np.int64).",
-    "longdouble": "Convert it: array.astype(np.float64).",
-    "float128": "Convert it: array.astype(np.float64).",
-    "object": "Convert it to numbers, array.astype(np.float32), or to a list, array.tolist(), if these are not needed "
-    "as a tensor.",
-}
-_TIMES = "Convert it to numbers, such as seconds: array.astype('datetime64[s]').astype(np.int64)."
-_FIELDS = "Pass its fields: {name: array[name] for name in array.dtype.names}."
 
 
-def as_tensor(array: np.ndarray, where: str = "") -> Any:
+def as_tensor(array: np.ndarray) -> Any:
     """Return an array as a tensor that shares its memory where it can; one of texts as a list of them.
 
-    Args:
-        array: of any type and layout.
-        where: its place in the data, for the error.
-
     Raises:
-        DataError: there are no such tensors.
+        TypeError: PyTorch has no tensors of the array's type; its text lists the types.
     """
-    # Texts first: of these nobody expects a tensor.
     kind = array.dtype.kind
     if kind in "US" or (kind == "O" and array.ndim == 1 and all(isinstance(entry, str) for entry in array)):
         return array.tolist()
-    if kind in "OMmV" or array.dtype.name in _CURES:
-        cure = _CURES.get(array.dtype.name) or (_FIELDS if kind == "V" else _TIMES)
-        raise DataError(
-            f"data: the array {where or 'itself'} is of type {array.dtype}, of which no tensor comes. {cure}"
-        )
     # A copy, in the order of bytes, and of rows, that tensors have. Others share their memory, which may be a file's.
     if not array.dtype.isnative:
         array = array.astype(array.dtype.newbyteorder("="))
@@ -83,11 +59,7 @@ def opened(data: Any) -> Any:
 
 
 def converted(batch: Any) -> Any:
-    """Return a batch with tensors in the place of its arrays; the batch itself where it has none.
-
-    Raises:
-        DataError: of one there is no tensor.
-    """
+    """Return a batch with tensors in the place of its arrays; the batch itself where it has none."""
     if is_plain(batch):  # there are windows of 100 µs
         return batch
     batch = opened(batch)
@@ -96,7 +68,7 @@ def converted(batch: Any) -> Any:
         return batch
     # 0-dim ones are numbers that belong to the whole batch, and stay what they are.
     made = []
-    for where, leaf in zip(batches.paths(batch), leaves, strict=True):
+    for leaf in leaves:
         leaf = np.asarray(leaf[:]) if objects.is_lazy(leaf) else leaf
-        made.append(as_tensor(leaf, where) if isinstance(leaf, np.ndarray) and leaf.ndim else leaf)
+        made.append(as_tensor(leaf) if isinstance(leaf, np.ndarray) and leaf.ndim else leaf)
     return spec.unflatten(made)

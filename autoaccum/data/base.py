@@ -66,10 +66,7 @@ class Source(Protocol):
     """Samples in one pass; None when only reading tells."""
 
     def description(self) -> dict[str, Any]:
-        """Return what tells it from other data, as JSON; read nothing that only training reads."""
-
-    def content(self) -> str | None:
-        """Return a digest of what it holds, where that is in memory; None elsewhere: reading it would take too long."""
+        """Return what tells it from other data, as JSON, with a digest where it is in memory; read nothing else."""
 
     def read(self, epoch: int, plan_at: PlanAt, passed: Iterable[int] = ()) -> Reader:
         """Begin a pass over the data, in the order of that epoch.

@@ -5,7 +5,7 @@ Rows: tensors and arrays with at least one dimension (dim 0 is the sample), list
 belongs to the whole batch.
 
 A list that holds tensors is structure here, as in what default_collate makes of pairs. Whether it is a list of samples
-is for ``reading`` to tell, by whose word its lists are leaves: that is what ``is_leaf`` is for.
+is for ``lists`` to tell, by whose word its lists are leaves: that is what ``is_leaf`` is for.
 """
 
 from __future__ import annotations
@@ -67,6 +67,19 @@ def is_leaf(node: object) -> bool:
     if is_dataclass(node) and not isinstance(node, type) and type(node) not in pytree.SUPPORTED_NODES:
         _register_dataclass(type(node))
     return False
+
+
+_BY_ROWS = is_leaf
+
+
+def _are_plain(batch: Any) -> bool:
+    """Return whether a batch is a tuple of plain tensors with rows, as most are: these need no walk through a tree."""
+    if type(batch) is not tuple or not batch:
+        return False
+    for part in batch:
+        if type(part) is not torch.Tensor or part.layout is not torch.strided or not part.ndim:
+            return False
+    return True
 
 
 _MAY_HOLD = (list, tuple, torch.Tensor, np.ndarray, Mapping)
@@ -186,6 +199,8 @@ def sizes_of(batch: Any, argument: str = "data", is_leaf: IsLeaf = is_leaf) -> d
 
 def take(batch: Any, start: int, stop: int, is_leaf: IsLeaf = is_leaf) -> Any:
     """Take samples ``start`` to ``stop`` of a batch: tensors are views."""
+    if is_leaf is _BY_ROWS and _are_plain(batch):
+        return tuple([rows[start:stop] for rows in batch])
     return _map_rows(lambda rows: take_rows(rows, start, stop), batch, is_leaf)
 
 
@@ -342,6 +357,24 @@ def the_same(path: str, parts: Sequence[Any]) -> Any:
     return first
 
 
+def are_same(first: Any, second: Any) -> bool:
+    """Return whether two batches hold the same."""
+    if isinstance(first, torch.Tensor) and isinstance(second, torch.Tensor):
+        return first.shape == second.shape and bool(torch.equal(first, second))
+    if isinstance(first, np.ndarray) and isinstance(second, np.ndarray):
+        return np.array_equal(first, second)
+    if objects.has_samples(first) and objects.has_samples(second):
+        return objects.count(first) == objects.count(second) and are_same(*map(objects.tensors, (first, second)))
+    if isinstance(first, Mapping) and isinstance(second, Mapping):
+        return first.keys() == second.keys() and all(are_same(first[key], second[key]) for key in first)
+    if isinstance(first, list | tuple) and isinstance(second, list | tuple):
+        return len(first) == len(second) and all(map(are_same, first, second))
+    try:
+        return first is second or bool(first == second) or bool(first != first and second != second)
+    except (TypeError, ValueError, RuntimeError):
+        return False
+
+
 def _not_joinable(reason: str) -> DataError:
     return DataError(
         f"data: batches that follow each other cannot be joined into one window ({reason}). Let the data yield batches "
@@ -349,23 +382,10 @@ def _not_joinable(reason: str) -> DataError:
     )
 
 
-class Rows:
-    """The split of batches whose tensors have one row for each sample: what ``splits`` has others of."""
+class SaidSplit:
+    """What cuts batches as the user has said."""
 
-    is_said = False
-    """Whether it is the user who has said how batches are cut."""
-
-    def __call__(self, batch: Any, start: int, size: int) -> Any:
-        """Return ``size`` samples from ``start`` on."""
-        return take(batch, start, start + size)
-
-    def count(self, batch: Any, argument: str = "batch") -> int:
-        """Count the samples in a batch."""
-        return num_samples(batch, argument)
-
-    def join(self, parts: Sequence[Any]) -> Any:
-        """Join batches, one after the other."""
-        return concat(parts)
+    is_said = True
 
     def known(self, batch: Any, count: int) -> Any:
         """Return what cuts a batch that is known to hold ``count`` samples: this."""
@@ -392,13 +412,15 @@ def to_device(batch: Any, device: torch.device, *, copy: bool, lasting: bool = F
             return type(leaf)([move(entry) for entry in leaf])
         return leaf.copy() if copy and isinstance(leaf, list | np.ndarray) else leaf
 
+    if _are_plain(batch):
+        return tuple([_moved(part, device, copy=copy, lasting=lasting) for part in batch])
     leaves, spec = flatten(batch)
     return spec.unflatten([move(leaf) for leaf in leaves])
 
 
 def _moved(tensor: torch.Tensor, device: torch.device, *, copy: bool, lasting: bool) -> torch.Tensor:
     """Move a tensor with its attributes; return before it has arrived only where that is safe."""
-    if has_attributes(tensor):
+    if type(tensor) is not torch.Tensor and has_attributes(tensor):
         there = tensor.to(device, copy=copy)
         return _like(there, tensor, lambda attribute: to_device(attribute, device, copy=copy))
     # A copy to the host could be read too early. MPS may read a source that was freed meanwhile (pytorch#189690).

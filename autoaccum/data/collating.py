@@ -2,22 +2,21 @@
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
-import numpy as np
-import torch
 from torch.utils.data import default_collate
 
 from autoaccum.data import batches, foreign
-from autoaccum.data.joins import are_same
 from autoaccum.errors import DataError
+from autoaccum.memory.oom import is_out_of_memory
 
-_LENGTHS = (
-    "Pad them: collate_fn=lambda samples: torch.nn.utils.rnn.pad_sequence(samples, batch_first=True), for samples that "
-    "are tensors; for pairs of a tensor and a number, lambda samples: (torch.nn.utils.rnn.pad_sequence("
-    "[one for one, _ in samples], batch_first=True), torch.tensor([number for _, number in samples])); of a tokenizer, "
+_CURE = (
+    "Let the dataset yield tensors or numbers, of one shape and by the same names in each sample, and leave out what "
+    "is None (of an image: torchvision.transforms.ToTensor()). Or pass a collate_fn. It pads samples that are tensors "
+    "by collate_fn=lambda samples: torch.nn.utils.rnn.pad_sequence(samples, batch_first=True), and pairs of a tensor "
+    "and a number by lambda samples: (torch.nn.utils.rnn.pad_sequence([one for one, _ in samples], batch_first=True), "
+    "torch.tensor([number for _, number in samples])); of a tokenizer, it is "
     "transformers.DataCollatorWithPadding(tokenizer)."
 )
 
@@ -32,10 +31,11 @@ def plain_collate(samples: list[Any]) -> Any:
     try:
         return default_collate(samples)
     except (TypeError, RuntimeError, KeyError, AttributeError) as error:
-        problem = _problem(samples)
-        if problem is None:
+        if is_out_of_memory(error):
             raise
-        raise DataError(f"data: {problem}") from error
+        raise DataError(
+            f"data: default_collate makes no batch of {len(samples)} samples ({error!r}). {_CURE}"
+        ) from error
 
 
 def collate_without_lists(samples: list[Any]) -> Any:
@@ -92,7 +92,7 @@ class Counted:
 
     def _is_same(self, samples: list[Any], batch: Any) -> bool:
         try:
-            return are_same(self._collate(list(samples)), batch)
+            return batches.are_same(self._collate(list(samples)), batch)
         except Exception:  # of fewer it may make no batch, and then it has heeded them
             return False
 
@@ -113,70 +113,3 @@ def _numbers_in(sample: Any) -> str | None:
         if isinstance(part, list) and part and all(isinstance(entry, int | float) for entry in part):
             return f"{name!r} of a sample is"
     return None
-
-
-def _problem(samples: Sequence[Any]) -> str | None:
-    """Return what is wrong with samples that could not be collated; None where it is not known."""
-    # All of the micro-batch, for one sample in a million may be None.
-    parts = [dict(_parts(sample, "")) for sample in samples]
-    if nones := [name for part in parts for name, value in part.items() if value is None]:
-        which = f"{nones[0]} of a sample" if nones[0] else "a sample"
-        return f"{which} is None. Let the dataset leave it out, or put a number in its place, or pass a collate_fn."
-    forms = list(dict.fromkeys(map(_form, samples)))
-    if len(forms) > 1:
-        return (
-            f"samples differ in what they hold: one is {forms[0]}, another {forms[1]}. Let the dataset yield the same "
-            f"of each, or pass a collate_fn."
-        )
-    if any(set(part) != set(parts[0]) for part in parts):
-        return f"samples differ in what they hold. {_LENGTHS}"
-    for name, part in parts[0].items():
-        which = f"{name} of a sample" if name else "a sample"
-        others: list[Any] = [other.get(name) for other in parts]
-        if foreign.is_table(part):
-            return f"{which} is a {type(part).__name__}. Let the dataset yield part.to_numpy(), or a tensor."
-        if isinstance(part, torch.Tensor | np.ndarray):
-            shapes = {tuple(np.shape(other)) for other in others}
-            if len(shapes) > 1:
-                two = " and ".join(map(str, sorted(shapes)[:2]))
-                return f"{which} has the shape {two}: samples of other lengths are no batch. {_LENGTHS}"
-        elif not isinstance(part, int | float | complex | str | bytes | np.generic):
-            kind = type(part)
-            return (
-                f"{which} is a {kind.__module__}.{kind.__qualname__}. Let the dataset yield a tensor of it (of an "
-                f"image: torchvision.transforms.ToTensor()), or pass a collate_fn."
-            )
-    return None
-
-
-def _form(sample: Any) -> str:
-    """Return in a few words what a sample is, whatever its parts are."""
-    if isinstance(sample, Mapping):
-        return f"a {type(sample).__name__} of {', '.join(map(repr, sample))}"
-    if isinstance(sample, tuple):
-        return f"a {type(sample).__name__} of {len(sample)}"
-    return f"a {type(sample).__name__}"
-
-
-def unlike(samples: Sequence[Any]) -> int | None:
-    """Return the place of the first sample that holds None, or is unlike most of them; None where none is.
-
-    >>> unlike([(torch.ones(2), 1), (torch.ones(2), None), (torch.ones(2), 0)])
-    1
-    """
-    parts = [_parts(sample, "") for sample in samples]
-    if nones := [place for place, part in enumerate(parts) if any(one is None for _, one in part)]:
-        return nones[0]
-    forms = [tuple((name, type(one), tuple(getattr(one, "shape", ()))) for name, one in part) for part in parts]
-    usual, count = Counter(forms).most_common(1)[0]
-    others = [place for place, form in enumerate(forms) if form != usual]
-    return others[0] if others and 2 * count > len(forms) else None
-
-
-def _parts(sample: Any, within: str) -> list[tuple[str, Any]]:
-    """Return the parts of a sample by where they are."""
-    if isinstance(sample, Mapping):
-        return [found for name, part in sample.items() for found in _parts(part, f"{within}[{name!r}]")]
-    if isinstance(sample, tuple | list):
-        return [found for index, part in enumerate(sample) for found in _parts(part, f"{within}[{index}]")]
-    return [(within, sample)]

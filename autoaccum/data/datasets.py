@@ -15,18 +15,15 @@ from torch.utils.data import DataLoader, Subset, TensorDataset, default_collate
 
 from autoaccum.data import batches
 from autoaccum.data.base import Collate, Item, NextPiece, PlanAt, Reader
-from autoaccum.data.collating import unlike
-from autoaccum.data.digests import digest_of
 from autoaccum.data.grouped import GroupedSamples
 from autoaccum.data.lengths import PEEK, Padding, lengths_of, repeat_in_turn, repeat_longest, try_twice
 from autoaccum.data.orders import InOrder, Order, chosen
-from autoaccum.data.packing import pack, unpack
 from autoaccum.data.parts import set_epoch
 from autoaccum.data.pieces import BATCHES, Pieces, SampleReader, items_form, with_preserved_randomness
 from autoaccum.data.randomness import mix, preserved_randomness
 from autoaccum.data.tensors import TensorSource
-from autoaccum.data.workers import StartWorker, iterate
-from autoaccum.errors import AutoaccumError, DataError
+from autoaccum.data.workers import StartWorker, iterate, pack, unpack
+from autoaccum.errors import AutoaccumError
 from autoaccum.memory.oom import insist, is_out_of_memory
 from autoaccum.planning.cuts import near_equal
 
@@ -77,23 +74,15 @@ class DatasetSource(InOrder):
     def description(self) -> dict[str, Any]:
         """Return its class and its length, of a split its indices, and of tensors what a ``TensorSource`` says."""
         # With or without workers tensors are the same data: a run may be resumed with another number of them.
-        if (tensors := self._tensors()) is not None:
-            return TensorSource(tensors, order=self._order, device=self._device).description()
-        found = {"samples": self.num_samples, "dataset": type(self._reader.dataset).__name__}
-        # Two splits of a dataset may be of one length: their indices tell them apart.
-        if type(self._reader.dataset) is Subset:
-            with suppress(ValueError, TypeError, OverflowError):  # keys of a mapping, say
-                found["digest"] = _digest(self._reader.dataset.indices)
-        return found | self._order.description()
-
-    def content(self) -> str | None:
-        """Return a digest of the tensors of a dataset of tensors."""
-        return digest_of(self._tensors() or ())
-
-    def _tensors(self) -> tuple[torch.Tensor, ...] | None:
-        """Return the tensors of a dataset of tensors."""
         dataset = self._reader.dataset
-        return tuple(dataset.tensors) if type(dataset) is TensorDataset else None
+        if type(dataset) is TensorDataset:
+            return TensorSource(tuple(dataset.tensors), order=self._order, device=self._device).description()
+        found = {"samples": self.num_samples, "dataset": type(dataset).__name__}
+        # Two splits of a dataset may be of one length: their indices tell them apart.
+        if type(dataset) is Subset:
+            with suppress(ValueError, TypeError, OverflowError):  # keys of a mapping, say
+                found["digest"] = _digest(dataset.indices)
+        return found
 
     def read(self, epoch: int, plan_at: PlanAt, passed: Iterable[int] = ()) -> Reader:
         """Begin a pass over the samples; those that were passed are not read."""
@@ -102,7 +91,7 @@ class DatasetSource(InOrder):
         return self._order.reading(order, epoch, start, lambda: self._read(order, epoch, plan_at, start))
 
     def _read(self, order: Any, epoch: int, plan_at: PlanAt, start: int) -> Reader:
-        """Begin a pass in an order, at a position of it."""
+        """Return a reader over ``order`` from position ``start``; workers read ahead what ``plan_at`` gives."""
         num_samples = len(order)
 
         def keys(positions: Sequence[int]) -> list[Key]:
@@ -126,7 +115,7 @@ class DatasetSource(InOrder):
             position += len(items)  # only now: when reading fails, the same items can be asked for again
             return len(items), items
 
-        collate: Callable[[list[Item]], Any] = partial(self._collate_items, order=order)
+        collate: Callable[[list[Item]], Any] = self._reader
         if self._collate is not default_collate:  # which draws nothing
             collate = with_preserved_randomness(collate)
         shared: dict[str, Any] = {
@@ -276,30 +265,10 @@ class DatasetSource(InOrder):
         """Return the first few samples, repeated and collated: with a collate_fn, the longest where they differ."""
         may_differ = self._collate is not default_collate
         with preserved_randomness():
-            items = self._first(PEEK if may_differ else min(num_samples, PEEK))
+            count = min(self._size, PEEK if may_differ else min(num_samples, PEEK))
+            items = self._reader.__getitems__([(0, i, i) for i in range(count)])
             repeat = repeat_longest if may_differ else repeat_in_turn
-            return self._collated(repeat(items, num_samples))
-
-    def _first(self, count: int) -> list[Item]:
-        return self._reader.__getitems__([(0, i, i) for i in range(min(self._size, count))])
-
-    def _collated(self, items: list[Item]) -> Any:
-        return batches.to_device(self._collate_items(items, range(self._size)), self._device, copy=True)
-
-    def _collate_items(self, items: list[Item], order: Any) -> Any:
-        """Collate items that were read in an order.
-
-        Raises:
-            DataError: they make no batch; it names the sample that is unlike the others.
-        """
-        try:
-            return self._reader(items)
-        except DataError as error:
-            place = unlike([sample for _, _, sample in items])
-            if place is None:
-                raise
-            (index,) = chosen(order, [items[place][1]])
-            raise DataError(f"{error} It is sample {index!r}.") from error.__cause__
+            return batches.to_device(self._reader(repeat(items, num_samples)), self._device, copy=True)
 
     def form(self, num_samples: int) -> Any:
         """Return an example; None where workers read, for a first read may open what they cannot share."""

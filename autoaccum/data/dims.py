@@ -41,25 +41,19 @@ def _check_each(dims: Dims) -> None:
         raise ArgumentError("batch_dim", dims, _ACCEPTED, "Count dimensions from the first.")
 
 
-class AtDim:
+class AtDim(batches.SaidSplit):
     """The split of batches whose samples lie in ``dims``.
 
-    With one number it is the dimension of every leaf that has the batch's extent there; a leaf that has not, such as
-    labels beside time-first inputs, has it in dim 0. With a pytree each leaf has its own.
+    With one number ``d`` the leaf with the most dimensions has its samples in dim d, and so has every leaf of the same
+    extent in dim d. Other leaves, such as labels next to time-first inputs, have them in dim 0. A pytree gives a number
+    for each leaf.
     """
-
-    is_said = True
-    """Whether it is the user who has said how batches are cut."""
 
     def __init__(self, dims: Dims) -> None:
         self.dims = dims
         # What one number came to, in the first batch of its structure. It holds for all that follow, and for what is
         # cut of them: in a batch as long as it is wide the extents alone would not tell.
         self._held: dict[str, int | None] = {}
-
-    def known(self, batch: Any, count: int) -> Any:
-        """Return what cuts a batch that is known to hold ``count`` samples: this."""
-        return self
 
     def description(self) -> dict[str, Any]:
         """Return where samples lie, for what tells data from other data."""
@@ -103,8 +97,7 @@ class AtDim:
         """Return in which dim the samples of each leaf lie, by where the leaf is; None where it has none.
 
         Raises:
-            RaggedBatchError: the leaves have no extent in common.
-            DataError: a leaf may have them in either of two, or looks like a state that is carried along.
+            DataError: a leaf may have them in either of two.
         """
         if not isinstance(self.dims, int):
             return _all_said(batch, self.dims)
@@ -156,73 +149,23 @@ def _extent(batch: Any, where: Mapping[str, int | None], argument: str = "batch"
 
 
 def _found(batch: Any, dim: int, argument: str) -> dict[str, int | None]:
-    """Find the dim of each leaf: ``dim`` where it has the batch's extent there, else 0."""
-    rows = {path: leaf for path, leaf in batches.leaves_by_path(batch).items() if batches.has_rows(leaf)}
+    """Find the dim of each leaf: ``dim`` where it has the extent of the leaf with the most dimensions, else 0."""
+    leaves = batches.leaves_by_path(batch)
+    rows = {path: leaf for path, leaf in leaves.items() if batches.has_rows(leaf)}
     shapes = {path: tuple(getattr(leaf, "shape", (batches.num_rows(leaf),))) for path, leaf in rows.items()}
-    # What has no such dim, as labels beside time-first inputs, has its samples in dim 0.
-    extents = {shape[dim] for shape in shapes.values() if len(shape) > dim}
-    # How many samples there are is not known yet. It is the extent that every leaf has in one of both dims.
-    fitting = [n for n in extents if all(n in (shape[0], *shape[dim : dim + 1]) for shape in shapes.values())]
-    # Leaves with more dimensions than two are what the argument was passed for.
-    deep = {shape[dim] for shape in shapes.values() if len(shape) > max(dim, 2)}
-    if len(fitting) > 1 and len(deep.intersection(fitting)) == 1:
-        fitting = list(deep.intersection(fitting))
-    if not fitting:
-        sizes = {path: shape[dim] if len(shape) > dim else shape[0] for path, shape in shapes.items()}
-        raise RaggedBatchError(sizes, argument, f" They have no extent in common in dim {dim} or 0.{_STATE}")
-    if len(fitting) > 1:
-        raise _unclear(f"may hold {' or '.join(map(str, sorted(fitting)))} samples", dim, argument)
-    found: dict[str, int | None] = dict.fromkeys(batches.leaves_by_path(batch))
+    deepest = max(shapes.values(), key=len, default=())
+    count = deepest[dim] if len(deepest) > dim else None
+    found: dict[str, int | None] = dict.fromkeys(leaves)
     for path, shape in shapes.items():
-        found[path] = dim if len(shape) > dim and shape[dim] == fitting[0] else 0
-    _refuse_unclear(rows, shapes, found, dim, fitting[0], argument)
-    return found
-
-
-_STATE = (
-    " A hidden state of (layers, samples, features) that a step hands on to the next cannot be part of a batch: each "
-    "micro-batch would leave one of its own samples behind, and a replay would find that of its first attempt. Begin "
-    "each batch without one, or with one that is (samples, ...) and detached."
-)
-
-
-def _refuse_unclear(
-    rows: Mapping[str, Any],
-    shapes: Mapping[str, tuple[int, ...]],
-    found: Mapping[str, int | None],
-    dim: int,
-    count: int,
-    argument: str,
-) -> None:
-    """Refuse leaves of which one number cannot say where their samples lie.
-
-    Raises:
-        DataError: there is one.
-    """
-    # In dim 0 all of them are rows, whatever else they have in common.
-    if not dim:
-        return
-    deep = {path: shape for path, shape in shapes.items() if found[path] == dim and len(shape) > 2}
-    # The longest has the steps of the inputs: layers of a state are fewer.
-    steps = max((shape[0] for shape in deep.values()), default=None)
-    # Both are told apart by the steps alone, for the extents in ``dim`` agree.
-    for path, shape in shapes.items():
-        leaf = rows[path]
-        if path in deep and shape[0] != steps and getattr(leaf, "is_floating_point", bool)():
-            raise DataError(
-                f"{argument}: {path} of shape {shape} has not the {steps} steps of what is beside it.{_STATE} If it is "
-                f"an input with steps of its own, say so for each leaf: batch_dim={{'name': {dim}, ...}}."
-            )
+        found[path] = dim if len(shape) > dim and shape[dim] == count else 0
         # Of labels (samples, classes) with as many classes as samples, both dims have that extent.
-        if path not in deep and len(shape) > dim and shape[0] == shape[dim] == count and steps not in (None, count):
-            raise _unclear(f"holds {path} of shape {shape}, with {count} in dim 0 and in dim {dim}", dim, argument)
-
-
-def _unclear(what: str, dim: int, argument: str) -> DataError:
-    return DataError(
-        f"{argument}: a batch {what}, so that batch_dim={dim} does not tell where its samples lie. Say it for each "
-        f"leaf, in the structure of the batch: batch_dim=({dim}, 0), or {{'inputs': {dim}, 'labels': 0}}."
-    )
+        if found[path] and len(shape) < len(deepest) and shape[0] == count:
+            raise DataError(
+                f"{argument}: a batch holds {path} of shape {shape}, with {count} in dim 0 and in dim {dim}, so that "
+                f"batch_dim={dim} does not tell where its samples lie. Say it for each leaf, in the structure of the "
+                f"batch: batch_dim=({dim}, 0), or {{'inputs': {dim}, 'labels': 0}}."
+            )
+    return found
 
 
 def _cut(leaf: Any, dim: int, start: int, stop: int) -> Any:
@@ -232,19 +175,9 @@ def _cut(leaf: Any, dim: int, start: int, stop: int) -> Any:
 
 
 def hint_of(batch: Any) -> str:
-    """Return what to say of a batch whose tensors disagree on dim 0, where others of their dims agree; else nothing."""
+    """Return what to say of a batch whose tensors disagree on dim 0, where they agree on dim 1; else nothing."""
     try:
-        where = _found(batch, 1, "batch")
-        count = _extent(batch, where)
+        count = AtDim(1).count(batch)
     except DataError:
         return ""
-    leaves = batches.leaves_by_path(batch)
-    # What has three dimensions is inputs or a state; labels with fewer may lie either way.
-    deep = {path: dim for path, dim in where.items() if getattr(leaves[path], "ndim", 0) > 2}
-    # Inputs that have the samples in dim 0, beside what has them in dim 1.
-    if 0 in deep.values():
-        return _STATE
-    at = " and ".join(path or "it" for path, dim in where.items() if dim == 1)
-    return (
-        f" They look time-first: {at} has {count} in dim 1. If these are the samples, pass batch_dim=1." if at else ""
-    )
+    return f" They look time-first, with {count} in dim 1. If these are the samples, pass batch_dim=1."

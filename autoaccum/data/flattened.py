@@ -16,11 +16,8 @@ from autoaccum.errors import ArgumentError, ArgumentTypeError, DataError
 _COUNT = "the name of the entry that holds how many rows each sample has, or a function (batch) -> these numbers"
 
 
-class Flattened:
+class Flattened(batches.SaidSplit):
     """The split of such batches: entries that are flattened are cut by counts, and all others have a row a sample."""
-
-    is_said = True
-    """Whether it is the user who has said how batches are cut."""
 
     def __init__(self, counts: Mapping[str, str | Callable[[Any], Any]], *, none_if_empty: bool = False) -> None:
         if not counts:
@@ -80,10 +77,6 @@ class Flattened:
             return batches.join_rows(path, leaves)
 
         return batches.joined_by(parts, batches.is_leaf, joined)
-
-    def known(self, batch: Any, count: int) -> Any:
-        """Return what cuts a batch that is known to hold ``count`` samples: this."""
-        return self
 
     def _bounds(self, batch: Any, argument: str = "batch") -> dict[str, list[int]]:
         """Return of each flattened entry where the rows of each sample begin, and where the last ones end."""

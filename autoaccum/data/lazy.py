@@ -28,14 +28,13 @@ class LazyRows:
             RaggedBatchError: they have other numbers of rows.
         """
         self._leaves, self._spec = batches.flatten(data)
-        self._paths = batches.paths(data)
-        sizes = {}
-        for path, leaf in zip(self._paths, self._leaves, strict=True):
+        paths, sizes = batches.paths(data), {}
+        for path, leaf in zip(paths, self._leaves, strict=True):
             if is_lazy(leaf) or batches.has_rows(leaf):
                 sizes[path] = int(leaf.shape[0]) if is_lazy(leaf) else batches.num_rows(leaf)
         if len(set(sizes.values())) > 1:
             raise RaggedBatchError(sizes, argument)
-        self._are_rows = [path in sizes for path in self._paths]
+        self._are_rows = [path in sizes for path in paths]
         self._count = next(iter(sizes.values()))
         self._process = os.getpid()
 
@@ -45,8 +44,8 @@ class LazyRows:
     def __getitem__(self, index: int) -> Any:
         if self._process != os.getpid():  # a file that is inherited is read at the place of the other process
             self._process, self._leaves = os.getpid(), [_opened(_place_of(leaf)) for leaf in self._leaves]
-        parts = zip(self._leaves, self._paths, self._are_rows, strict=True)
-        return self._spec.unflatten([_row(leaf, path, index) if is_row else leaf for leaf, path, is_row in parts])
+        parts = zip(self._leaves, self._are_rows, strict=True)
+        return self._spec.unflatten([_row(leaf, index) if is_row else leaf for leaf, is_row in parts])
 
     def __reduce__(self) -> Any:
         # A file that is open cannot be sent to a worker.
@@ -58,10 +57,10 @@ def _again(data: Any) -> LazyRows:
     return LazyRows(spec.unflatten(map(_opened, leaves)), "data")
 
 
-def _row(leaf: Any, path: str, index: int) -> Any:
+def _row(leaf: Any, index: int) -> Any:
     # One row and not a number, so that tensors are made of all types alike.
     row = batches.take_rows(leaf, index, index + 1)
-    return (as_tensor(np.asarray(row), path) if is_lazy(leaf) or isinstance(row, np.ndarray) else row)[0]
+    return (as_tensor(np.asarray(row)) if is_lazy(leaf) or isinstance(row, np.ndarray) else row)[0]
 
 
 class _Place:

@@ -1,34 +1,28 @@
-"""The order of samples: which ones an epoch reads, drawn from seed and epoch; not listed where they are many.
+"""The order of samples: which ones an epoch reads, drawn from seed and epoch.
 
-Up to ``LARGEST_LISTED`` samples the order of an epoch is a list. Beyond that it is worked out position by position: a
-shuffled one by a permutation that needs no memory, and a sampler's draws as they are asked for, window after window.
+Beyond ``LARGEST_LISTED`` samples the draws of a sampler are not listed, but made as windows ask for them.
 """
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from hashlib import blake2b
 from itertools import islice
-from math import isqrt
 from typing import Any
 
-import numpy as np
 import torch
 
 from autoaccum.data.base import Reader, Window
 from autoaccum.data.digests import refuse_others
 from autoaccum.data.parts import generators_of, set_epoch
-from autoaccum.data.randomness import IsolatedRandomness, mix, seeded_state
+from autoaccum.data.randomness import IsolatedRandomness, mix
 from autoaccum.errors import DataError
 from autoaccum.memory.oom import insist
 
 LARGEST_LISTED = 10**7
-"""Samples: list the order of an epoch with no more of them. As a tensor it takes 80 MB and a tenth of a second."""
-_ROUNDS = 8
-"""Rounds of the permutation: four for each half. Luby and Rackoff (1988) show three to be enough to look random."""
+"""Samples: list the draws of a sampler for an epoch with no more of them."""
 _AT_ONCE = 2**16
 """Take so many indices at a time for a digest."""
 _AHEAD = 4096
@@ -60,7 +54,7 @@ class Order:
         self._newest: tuple[int, Taken] | None = None
         self._saved: dict[str, Any] | None = None
 
-    def __call__(self, epoch: int) -> torch.Tensor | list[Any] | Unlisted:
+    def __call__(self, epoch: int) -> torch.Tensor | range | list[Any] | Draws:
         """Return indices into the dataset, in the order of that epoch.
 
         Raises:
@@ -76,19 +70,13 @@ class Order:
         seed = mix(self._seed, epoch) >> 1
         return insist(partial(self._drawn, epoch, seed), "the order of the samples was drawn")
 
-    def _drawn(self, epoch: int, seed: int) -> torch.Tensor | list[Any] | Unlisted:
+    def _drawn(self, epoch: int, seed: int) -> torch.Tensor | range | list[Any] | Draws:
         if self._sampler is not None:
             draws = Draws(self._sampler, epoch, seed, self.num_samples, in_batches=self._in_batches)
             return draws if self.num_samples > LARGEST_LISTED else draws.listed()
         if self._shuffle:
-            if self.num_samples > LARGEST_LISTED:
-                return Permutation(self.num_samples, seed)
             return torch.randperm(self.num_samples, generator=torch.Generator().manual_seed(seed), device="cpu")
-        return (
-            InTurn(self.num_samples)
-            if self.num_samples > LARGEST_LISTED
-            else torch.arange(self.num_samples, device="cpu")
-        )
+        return range(self.num_samples)
 
     def reading(self, order: Any, epoch: int, start: int, read: Callable[[], Reader]) -> Reader:
         """Return a reader in an order of an epoch, from a position on.
@@ -120,12 +108,6 @@ class Order:
         """Let the next pass compare itself with what ``state_dict`` has returned."""
         self._newest, self._saved = None, state
 
-    def description(self) -> dict[str, Any]:
-        """Return what a run that goes on has to know of the order beside its seed."""
-        # Earlier versions listed this order too, and drew another one: their runs cannot go on in this one.
-        is_permuted = self._sampler is None and self._shuffle and self.num_samples > LARGEST_LISTED
-        return {"order": "worked out by position"} if is_permuted else {}
-
 
 def count_in_batches(sampler: Any, seed: int) -> int | None:
     """Return how many samples the batches of a sampler hold in its first epoch; None if they are too many to list."""
@@ -135,79 +117,7 @@ def count_in_batches(sampler: Any, seed: int) -> int | None:
     return None if count > LARGEST_LISTED else count
 
 
-class Unlisted(ABC):
-    """An order of an epoch that is nowhere as a whole: indices by their position in it."""
-
-    num_samples: int
-
-    def __len__(self) -> int:
-        return self.num_samples
-
-    @abstractmethod
-    def at(self, positions: Sequence[int]) -> list[Any]:
-        """Return the indices at those positions, each of which is in the epoch."""
-
-    def __getitem__(self, positions: slice) -> torch.Tensor:
-        """Return the indices of a stretch of the order as a tensor."""
-        return torch.tensor(self.at(range(*positions.indices(self.num_samples))), dtype=torch.int64, device="cpu")
-
-
-class InTurn(Unlisted):
-    """The order that the dataset has."""
-
-    def __init__(self, num_samples: int) -> None:
-        self.num_samples = num_samples
-
-    def at(self, positions: Sequence[int]) -> list[Any]:
-        """Return the positions themselves."""
-        return list(positions)
-
-
-class Permutation(Unlisted):
-    """A random order of any number of samples, of which any position can be asked for.
-
-    A number below a * b is taken for a pair of one below a and one below b. To each half in turn a hash of the other
-    half is added, which can be undone, whatever the hash: a Feistel network, in the variant for any a and b of Black
-    and Rogaway, "Ciphers with Arbitrary Finite Domains" (2002). So it maps the pairs one to one. Of a pair that stands
-    for no sample the image is taken again, until it does: a cycle of the map cannot leave the samples for good.
-    """
-
-    def __init__(self, num_samples: int, seed: int) -> None:
-        """Set up the order of that seed."""
-        self.num_samples = num_samples
-        # Nearly equal, so that each half has as many others to be hashed by; a * b is above the samples by less than a.
-        self._a = isqrt(max(num_samples - 1, 0)) + 1
-        self._b = -(-num_samples // self._a)
-        self._keys = [np.uint64(mix(seed, number)) for number in range(_ROUNDS)]
-
-    def at(self, positions: Sequence[int]) -> list[int]:
-        """Return the indices at those positions."""
-        found = self._once(np.asarray(positions, np.uint64))
-        while (outside := np.flatnonzero(found >= self.num_samples)).size:
-            found[outside] = self._once(found[outside])
-        return found.tolist()  # type: ignore[no-any-return]
-
-    def _once(self, numbers: Any) -> Any:
-        """Map numbers below a * b one to one."""
-        a, b = np.uint64(self._a), np.uint64(self._b)
-        left, right = np.divmod(numbers, b)
-        for number, key in enumerate(self._keys):
-            if number % 2:
-                right = (right + _hashed(left, key) % b) % b
-            else:
-                left = (left + _hashed(right, key) % a) % a
-        return left * b + right
-
-
-def _hashed(numbers: Any, key: np.uint64) -> Any:
-    """Return 64 bits for each number: the finaliser of splitmix64, as in ``randomness.mix``, of many at once."""
-    numbers = numbers + key  # modulo 2**64, as arrays are added
-    numbers = (numbers ^ (numbers >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-    numbers = (numbers ^ (numbers >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    return numbers ^ (numbers >> np.uint64(31))
-
-
-class Draws(Unlisted):
+class Draws:
     """What a sampler yields in an epoch: drawn when it is asked for, and kept until it is given up.
 
     Its generators and the global ones are seeded for it, and have their own states again after each draw.
@@ -220,10 +130,7 @@ class Draws(Unlisted):
         # told, and would else repeat the first.
         set_epoch(epoch, sampler, getattr(sampler, "sampler", None))
         # A sampler with generators draws from these, and any other from the global ones, of torch, NumPy or Python.
-        generators = generators_of(sampler)
-        seeds = [seed, *(mix(seed, place) >> 1 for place in range(1, len(generators)))]
-        own = list(map(seeded_state, generators, seeds))
-        self._drawing = IsolatedRandomness(seed, generators, own)
+        self._drawing = IsolatedRandomness(seed, generators_of(sampler))
         with self._drawing():
             drawn = iter(sampler)
         # The user's batches say which samples come, in which order, and not how windows are cut.
@@ -253,6 +160,13 @@ class Draws(Unlisted):
         if isinstance(positions, range) and positions.step == 1:  # a deque is slow to look into, and quick to go along
             return list(islice(self._kept, positions.start - self._first, positions.stop - self._first))
         return [self._kept[position - self._first] for position in positions]
+
+    def __len__(self) -> int:
+        return self.num_samples
+
+    def __getitem__(self, positions: slice) -> torch.Tensor:
+        """Return the indices of a stretch of the order as a tensor."""
+        return torch.tensor(self.at(range(*positions.indices(self.num_samples))), dtype=torch.int64, device="cpu")
 
     def forget(self, position: int) -> None:
         """Give up what lies before a position; what was not drawn yet is drawn and passed over."""
@@ -346,6 +260,6 @@ def chosen(order: Any, positions: Sequence[int]) -> list[Any]:
     """Return the indices at those positions of an order; datasets take ints."""
     if isinstance(order, torch.Tensor):
         return order[list(positions)].tolist()
-    if isinstance(order, Unlisted):
+    if isinstance(order, Draws):
         return order.at(positions)
     return [order[position] for position in positions]

@@ -19,8 +19,17 @@ from autoaccum.data import batches
 from autoaccum.data.base import Collate, Item, NextPiece, Window
 from autoaccum.data.collating import collate_of
 from autoaccum.data.lengths import PEEK
-from autoaccum.data.randomness import are_same, collation, get_state, mix, preserved_randomness, seed_host
-from autoaccum.data.reading import columns, holds_samples, is_leaf_of
+from autoaccum.data.lists import columns, holds_samples, is_leaf_of
+from autoaccum.data.randomness import (
+    RandomState,
+    are_same,
+    collation,
+    get_state,
+    mix,
+    preserved_randomness,
+    seed_host,
+    set_state,
+)
 from autoaccum.errors import AutoaccumError, DataError
 from autoaccum.memory.oom import is_out_of_memory, without_frames
 
@@ -274,6 +283,7 @@ class SampleReader:
         self._collate = collate_of(collate, dataset)
         self._seed = seed
         self._draws: bool | None = None  # whether a sample has drawn random numbers; None before the first
+        self._begun: tuple[int, RandomState] | None = None  # the seed of an epoch, and the states that it leads to
         self._last: list[Any] = []  # of the samples that made a batch, where there is no dataset to ask for others
 
     def __getitems__(self, keys: Sequence[tuple[int, int, Any]]) -> list[Item]:
@@ -339,7 +349,7 @@ class SampleReader:
         # Some look at a state and leave it as it is, by torch.initial_seed() or torch.random.fork_rng(): these see the
         # same in all of an epoch, wherever its samples are read and whatever the micro-batches.
         for epoch, *_ in keys[:1]:
-            torch.default_generator.manual_seed(mix(self._seed, epoch) >> 1)
+            self._begin_epoch(mix(self._seed, epoch) >> 1)
         before, read = get_state(), len(items)
         try:
             for epoch, position, index in keys:
@@ -352,6 +362,17 @@ class SampleReader:
                 return True
         del items[read:]
         return False
+
+    def _begin_epoch(self, seed: int) -> None:
+        """Seed the random generators for an epoch: all three in a worker, torch's alone in this process."""
+        if get_worker_info() is None:
+            # Python's and NumPy's take a hundred times as long, because training's own have to be restored.
+            torch.default_generator.manual_seed(seed)
+            return
+        if self._begun is None or self._begun[0] != seed:
+            seed_host(seed)
+            self._begun = seed, get_state()
+        set_state(self._begun[1])
 
     def __call__(self, items: list[Item]) -> Any:
         """Collate items to one batch, under the seed of the first one."""

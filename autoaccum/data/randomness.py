@@ -263,17 +263,12 @@ def preserved_randomness() -> Iterator[None]:
 class IsolatedRandomness:
     """Random states of their own for the data, so that reading it neither disturbs training nor depends on it."""
 
-    def __init__(self, seed: int, generators: Sequence[Any] = (), own: Sequence[Any] | None = None) -> None:
-        """Set up.
-
-        Args:
-            seed: of the global generators of the host.
-            generators: further ones, which the data holds.
-            own: states that these begin in; those that they have where it is None.
-        """
+    def __init__(self, seed: int, generators: Sequence[Any] = ()) -> None:
+        """Seed the global generators of the host, and further ones, which the data holds."""
         self._generators = generators
-        self.own = [generator_state(generator) for generator in generators] if own is None else own
-        """States of the further ones."""
+        # By the seed, and not by where they are: a thread that reads ahead draws its last numbers whenever it runs.
+        seeds = [seed, *(mix(seed, place) >> 1 for place in range(1, len(generators)))]
+        self._own = list(map(seeded_state, generators, seeds))
         self.seed(seed)
 
     def seed(self, seed: int) -> None:
@@ -288,11 +283,11 @@ class IsolatedRandomness:
         outside = [generator_state(generator) for generator in self._generators]
         with preserved_randomness():
             set_state(self._state)
-            self._put(self.own)
+            self._put(self._own)
             try:
                 yield
             finally:
-                self._state, self.own = get_state(), [generator_state(generator) for generator in self._generators]
+                self._state, self._own = get_state(), [generator_state(generator) for generator in self._generators]
                 self._put(outside)
 
     def _put(self, states: Sequence[Any]) -> None:

@@ -182,7 +182,7 @@ def holds_samples(data: Any, *, collate_fn: Any, split: Any, argument: str = "da
     # Of an empty one nothing can be told: it is refused as that.
     if not isinstance(data, list) or not data or is_said(split):
         return False
-    return collate_fn is not None or lists.read(data, argument).are_samples
+    return collate_fn is not None or lists.read_list(data, argument).are_samples
 
 
 def _is_dataset(data: object) -> bool:

@@ -6,17 +6,14 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from typing import Any, Protocol
 
-import torch
-
 from autoaccum import _checks
 from autoaccum._units import shown
-from autoaccum.data import batches, objects
+from autoaccum.data import batches
 from autoaccum.data.dims import AtDim, Dims, check_dims, hint_of
 from autoaccum.data.flattened import Flattened
-from autoaccum.data.graphs import is_graphs
-from autoaccum.data.joins import Joining
-from autoaccum.data.reading import columns, holds_samples, is_leaf_of, unpacked_levels
-from autoaccum.errors import ArgumentError, ConflictingArgumentsError, DataError, RaggedBatchError
+from autoaccum.data.lists import columns, holds_samples, is_leaf_of, unpacked_levels
+from autoaccum.errors import ConflictingArgumentsError, DataError, RaggedBatchError
+from autoaccum.memory.oom import is_out_of_memory
 
 SplitLike = Callable[[Any, int, int], Any]
 """(batch, start, size) -> micro-batch; with methods ``count`` and ``join`` where it knows more: see ``Split``."""
@@ -35,32 +32,20 @@ class Split(Protocol):
         """Return what this has cut, of one batch or several, as one batch in that order."""
 
 
-class _Rows:
+class _Rows(batches.SaidSplit):
     """Batches whose tensors have a row for each sample; lists that hold tensors are their parts."""
 
-    def __init__(self, name: str, needed: Callable[[object], bool] | None = None, what: str = "") -> None:
+    def __init__(self, name: str) -> None:
         self._name = name
-        self._needed = needed
-        self._what = what
 
     def __repr__(self) -> str:
         return f"autoaccum.splits.{self._name}"
-
-    is_said = True
-    """Whether it is the user who has said how batches are cut."""
 
     def __call__(self, batch: Any, start: int, size: int) -> Any:
         return batches.take(batch, start, start + size, self.is_leaf_of(batch))
 
     def count(self, batch: Any, argument: str = "batch") -> int:
-        is_leaf = self.is_leaf_of(batch)
-        # Whoever says what a batch holds is told where it holds nothing of the kind: it would be cut otherwise.
-        if self._needed is not None:
-            leaves = batches.flatten(batch, is_leaf)[0]
-            entries = [entry for leaf in leaves for entry in (leaf if type(leaf) in (list, tuple) else (leaf,))]
-            if not any(map(self._needed, entries)):
-                raise ArgumentError("split", self, f"a batch that holds {self._what}", "This one holds none.")
-        return batches.num_samples(batch, argument, is_leaf)
+        return batches.num_samples(batch, argument, self.is_leaf_of(batch))
 
     def join(self, parts: Sequence[Any]) -> Any:
         if len(parts) == 1:
@@ -71,10 +56,6 @@ class _Rows:
         """Return what tells where the leaves of batches are."""
         return batches.is_leaf
 
-    def known(self, batch: Any, count: int) -> Any:
-        """Return what cuts a batch that is known to hold ``count`` samples: this."""
-        return self
-
 
 class _Lists(_Rows):
     """Batches whose lists hold one entry for each sample."""
@@ -84,20 +65,15 @@ class _Lists(_Rows):
         return is_leaf_of([node for part in parts for node in columns(part, is_said=True)])
 
 
-# By its own protocol, or as an object that moves itself to a device: a single graph has nothing else to know it by.
-def _is_graph(entry: object) -> bool:
-    return is_graphs(entry) or (not isinstance(entry, torch.Tensor) and objects.can_move(entry))
-
-
 tensors = _Rows("tensors")
 """Batches whose tensors have one row for each sample: a list that holds some is a part of the batch, as in
 ``[inputs, targets]``."""
 samples = _Lists("samples")
 """Lists of samples, whatever these are: images, dicts, tuples. Several lists of one length, in a tuple or a dict, are
 cut together, and tensors beside them in dim 0."""
-graphs = _Lists("graphs", _is_graph, "a batch of graphs, or a list of graphs")
+graphs = _Lists("graphs")
 """Graphs as PyTorch Geometric has them: a ``Batch``, or a list of ``Data``, with tensors of one row for each graph."""
-packed = _Rows("packed", objects.is_packed, "a PackedSequence")
+packed = _Rows("packed")
 """Packed sequences, in the order in which they were given to ``pack_sequence``, with tensors of a row for each."""
 
 
@@ -133,7 +109,7 @@ class Automatic:
 
     def __call__(self, batch: Any, start: int, size: int) -> Any:
         """Return some of the samples."""
-        return self._of()(batch, start, size)
+        return (samples if self._lists else tensors)(batch, start, size)
 
     def count(self, batch: Any, argument: str = "batch") -> int:
         """Count the samples in a batch, and tell what its lists are.
@@ -168,17 +144,18 @@ class Automatic:
         return samples if self._lists else tensors
 
 
-class Given:
+class Given(batches.SaidSplit):
     """What a user passes as ``split``: counts, and joins, as far as it does not say how."""
-
-    is_said = True
 
     def __init__(self, function: Any) -> None:
         self._function = function
         # A plain function may bear both as attributes, so that whoever has one need not write a class.
         self._count = getattr(function, "count", None)
         self._join = getattr(function, "join", None)
-        self._joining = Joining(function)
+        # The ready split by which its parts are joined, and why there is none.
+        self._ready: _Rows | None = None
+        self._why = "no batch has had two samples"
+        self._is_known = False
 
     def __call__(self, batch: Any, start: int, size: int) -> Any:
         """Return some of the samples.
@@ -204,12 +181,32 @@ class Given:
         Raises:
             DataError: nothing tells how many there are.
         """
-        # Joining is learned here, where a batch is whole: what is joined later may be single samples of several.
+        # Here a batch is whole: what is joined later may be single samples of several.
         found = self._counted(batch, argument)
-        if callable(self._join):
-            return found
-        self._joining.look_at(batch, found)
+        if found > 1 and not self._is_known and not callable(self._join):
+            self._is_known = True
+            self._find_join(batch)
         return found
+
+    def _find_join(self, batch: Any) -> None:
+        """Find the ready split that makes, of the parts of two samples, what the function cuts of both."""
+        try:
+            first, second, both = (self._function(batch, *where) for where in ((0, 1), (1, 1), (0, 2)))
+        except Exception as error:  # which may be no mistake, if training needs no single sample
+            if is_out_of_memory(error):
+                raise
+            self._why = f"cutting one sample failed: {error!r}"
+            return
+        self._why = "two samples joined in dim 0 are not what it cuts of both"
+        for ready in (tensors, samples):
+            try:
+                if batches.are_same(ready.join([first, second]), both):
+                    self._ready = ready
+                    return
+            except Exception as error:
+                if is_out_of_memory(error):
+                    raise
+                self._why = str(error)
 
     def _counted(self, batch: Any, argument: str) -> int:
         if callable(self._count):
@@ -233,15 +230,26 @@ class Given:
                 f"start, size) and count(batch)."
             ) from None
 
-    def known(self, batch: Any, count: int) -> Given:
-        """Return what cuts a batch that is known to hold ``count`` samples: this."""
-        return self
-
     def join(self, parts: Sequence[Any]) -> Any:
-        """Join what was cut: by its own function, or as parts of one and of two samples have shown."""
+        """Join what was cut: by its own function, or in dim 0.
+
+        Raises:
+            DataError: that does not give what it cuts.
+        """
         if callable(self._join):
             return self._join(list(parts))
-        return self._joining(parts)
+        if len(parts) == 1:
+            return parts[0]
+        why = self._why
+        if self._ready is not None:
+            try:
+                return self._ready.join(parts)
+            except DataError as error:
+                why = str(error)
+        raise DataError(
+            f"split: what it cuts cannot be joined ({why}). Give the function a join: split.join = lambda parts: ..., "
+            f"or pass an object that has a join(parts) besides."
+        )
 
 
 def _sizes(part: Any) -> set[int]:

@@ -67,11 +67,12 @@ class StreamSource:
         names = ("state_dict", "load_state_dict")
         has_state = all(callable(getattr(stream, name, None)) for name in names)
         self.is_stateful = has_state and _can_be_called(getattr(stream, names[0]))
+        self.fresh: Any = None
+        """State of a stateful stream before its first read."""
         self.generators = generators_of(stream)
         """Those that the stream draws from beside the global ones, as far as it is seen from here."""
         self._newest: _Pass | None = None
         self._saved: State | None = None
-        self._carried: list[Any] | None = None  # the states of generators after the epoch before
         self._device = device
         self._length_of_batch = BatchLengths()
         self.yields_samples = collate is not None
@@ -88,22 +89,21 @@ class StreamSource:
             self._collate = None if collate is default_collate else collate_items
 
     def description(self) -> dict[str, Any]:
-        """Return its class, and how many workers share it: another number of them yields it in another order."""
+        """Return its class, and how many workers share it: another number of them yields it in another order.
+
+        Of a list of batches there is a digest of the first, the last and a few more.
+        """
         stream = self.stream
         workers = getattr(stream, "num_workers", 0)
         if hasattr(stream, "dataset") and hasattr(stream, "sampler"):  # a DataLoader, or what is made of one
             stream = stream.dataset
         found = {"samples": None, "stream": type(stream).__name__} | ({"workers": workers} if workers else {})
+        if type(stream) is list and stream:
+            count = min(len(stream), PEEK)
+            chosen = [stream[number * (len(stream) - 1) // max(count - 1, 1)] for number in range(count)]
+            if (digest := digest_of([leaf for batch in chosen for leaf in batches.flatten(batch)[0]])) is not None:
+                found["digest"] = digest
         return found | (self._split.description() if isinstance(self._split, AtDim) else {})
-
-    def content(self) -> str | None:
-        """Return a digest of the first, the last and a few more batches of a list of them."""
-        stream = self.stream
-        if type(stream) is not list or not stream:
-            return None
-        count = min(len(stream), PEEK)
-        chosen = [stream[number * (len(stream) - 1) // max(count - 1, 1)] for number in range(count)]
-        return digest_of([leaf for batch in chosen for leaf in batches.flatten(batch)[0]])
 
     def read(self, epoch: int, plan_at: PlanAt, passed: Iterable[int] = ()) -> Reader:
         """Begin a pass over what the stream yields; the stream draws from random states of its own.
@@ -117,8 +117,6 @@ class StreamSource:
         if saved is not None and saved["epoch"] != epoch:
             self._read_end(saved)
             saved = None
-        if self._newest is not None:
-            self._carried = self._newest.own
         begun = self._newest = self._pass(epoch, saved)
         start = begun.start
         if self._collate is not None:
@@ -149,7 +147,6 @@ class StreamSource:
                 begun.skip()
             else:  # by its first samples alone, for all of it would have to be read again
                 self._compare(begun, saved | saved["first"])
-        self._carried = self._states_of(saved, "carried")
 
     def _compare(self, begun: _Pass, saved: State) -> None:
         if not begun.leads_to(saved):
@@ -160,22 +157,15 @@ class StreamSource:
         # As a loop by hand would before each epoch; of a DataLoader it is the dataset or the sampler that shuffles.
         parts = (getattr(self.stream, name, None) for name in ("dataset", "sampler", "batch_sampler"))
         set_epoch(epoch, *parts, self.stream)
-        own = None if saved is None else self._states_of(saved, "generators")
-        if own is None and epoch:
-            own = self._carried
         if not self._is_told and saved is not None and "batches" in saved:
             self._settle(saved["batches"])
-        if saved is not None and "state" in saved and self.is_stateful:
-            # What its state does not lead to, such as what was in a buffer to shuffle by, is read again.
-            found = _Pass(self, epoch, saved, own)
-            with IsolatedRandomness(mix(self.seed, epoch), self.generators)():
-                fresh = deepcopy(self.stream.state_dict())
-                # To tell it, some make an iterator that the next loop would take, and not the state that is loaded.
-                iter(self.stream)
+        if saved is not None and "fresh" in saved and self.is_stateful:
+            found = _Pass(self, epoch, saved)
             if found.leads_to(saved):
                 return found
-            self.stream.load_state_dict(fresh)
-        begun = _Pass(self, epoch, None, own)
+            # The saved state does not lead there, because a shuffle buffer is not in it, say: read it all again.
+            self.stream.load_state_dict(deepcopy(self.fresh))
+        begun = _Pass(self, epoch)
         if not self._is_told and (first := begun.look()) is not None:
             self._settle(lists.are_batches(first, self.stream, self.argument))
         return begun
@@ -186,18 +176,13 @@ class StreamSource:
         if yields_batches:
             self.yields_samples, self._collate, self._form = False, None, batches_form(self._split)
 
-    def _states_of(self, saved: State, name: str) -> list[Any] | None:
-        """Return the states of generators that were saved, where they are of as many as the stream has."""
-        states = saved.get(name)
-        return states if states is not None and len(states) == len(self.generators) else None
-
     def state_dict(self) -> State | None:
         """Return where the newest pass stands, and what it has come from."""
         return self._saved if self._newest is None else self._newest.state_dict()
 
     def load_state_dict(self, state: State) -> None:
         """Let the next pass begin there."""
-        self._newest, self._saved = None, state
+        self._newest, self._saved, self.fresh = None, state, state.get("fresh")
 
     def _length_of(self, batch: Any, num_samples: int) -> int | None:
         return self._length_of_batch(batch, num_samples, self._split)
@@ -264,15 +249,13 @@ def _can_be_called(function: Any) -> bool:
 class _Pass:
     """One iteration over a stream: it yields pieces, and knows where it stands."""
 
-    def __init__(self, source: StreamSource, epoch: int, saved: State | None, own: list[Any] | None) -> None:
+    def __init__(self, source: StreamSource, epoch: int, saved: State | None = None) -> None:
         """Begin to iterate.
 
         Args:
             source: of the stream.
             epoch: of the pass.
             saved: where an earlier process stood in this epoch, for a stream that can be put there.
-            own: states of the generators that the stream holds, in which the epoch begins; as they are where it is
-                None.
         """
         self._source = source
         self._epoch = epoch
@@ -280,8 +263,7 @@ class _Pass:
         self.digest = Rolling()
         # The stream draws from states of its own, whose place in between pieces is kept: so it yields the same
         # whatever training draws, and training the same whatever the stream does.
-        self._isolated = IsolatedRandomness(mix(source.seed, epoch), source.generators, own)
-        self._begun_with = self.own
+        self._isolated = IsolatedRandomness(mix(source.seed, epoch), source.generators)
         self._ahead: deque[tuple[int, Any]] = deque()  # pieces that were read to be compared
         self._first: State = {} if saved is None else saved["first"]  # where the first piece ends
         self._before: State = {}  # the newest piece, and where it begins
@@ -299,6 +281,9 @@ class _Pass:
         if self._iterator is None:
             if self._state is not None:
                 self._source.stream.load_state_dict(deepcopy(self._state))
+            elif self._source.is_stateful and self._source.fresh is None:
+                # Here, because some make an iterator to tell it, which the next loop takes, and not a loaded state.
+                self._source.fresh = deepcopy(self._source.stream.state_dict())
             # One that is its own iterator may begin anew whenever it is asked for one, as itertools do.
             self._iterator = (each for each in self._source.stream)
         return self._iterator
@@ -311,11 +296,6 @@ class _Pass:
         if first is not None:
             self._iterator = chain([first], iterator)
         return first
-
-    @property
-    def own(self) -> list[Any]:
-        """Return the states that the generators of the stream have come to."""
-        return list(self._isolated.own)
 
     def leads_to(self, saved: State) -> bool:
         """Return whether what comes next is what an earlier process was given up to the place that it has saved."""
@@ -343,7 +323,9 @@ class _Pass:
                 # the state leads there, and a batch may lie in two windows, or end the epoch. A stream that was just
                 # put there is not asked: some would take the place that they had before for it.
                 state = self._state if self._iterator is None else deepcopy(source.stream.state_dict())
-                before = {"start": self.position, "before": self.digest.value, "state": state}
+                before = {
+                    "start": self.position, "before": self.digest.value, "state": state, "fresh": source.fresh,
+                }  # fmt: skip
             with self._isolated():
                 iterator = self._begun()
                 if before:  # what is drawn then follows from the place, however the stream came to it
@@ -368,13 +350,10 @@ class _Pass:
     def state_dict(self) -> State:
         """Return where it stands, and where its first piece has ended."""
         reached = {"position": self.position, "digest": self.digest.value}
-        found = {
+        return {
             "epoch": self._epoch,
             "batches": not self._source.yields_samples,
             **reached,
             "first": self._first or reached,
             **self._before,
         }
-        if self._source.generators:
-            found |= {"generators": self._begun_with, "carried": self.own}
-        return found

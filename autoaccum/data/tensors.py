@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -14,15 +13,15 @@ import torch
 from autoaccum.data import batches, objects
 from autoaccum.data.arrays import as_tensor
 from autoaccum.data.base import PlanAt, Reader, Window
-from autoaccum.data.digests import digest_of
+from autoaccum.data.digests import Rolling, digest_of
 from autoaccum.data.dims import AtDim
-from autoaccum.data.orders import InOrder, Order, Unlisted
-from autoaccum.memory.oom import RanOut, attempt
+from autoaccum.data.orders import Draws, InOrder, Order
+from autoaccum.memory.oom import RanOut, attempt, insist
 
 _HOST = torch.device("cpu")
 Indices = Mapping[torch.device, torch.Tensor]
 """Indices of rows on the host, and the same on the devices that rows lie on."""
-Orders = Mapping[torch.device, torch.Tensor | Unlisted]
+Orders = Mapping[torch.device, torch.Tensor | Draws]
 """An order of all rows, likewise."""
 
 
@@ -39,10 +38,7 @@ class TensorSource(InOrder):
         # None for what belongs to all samples.
         self._dims = [dim if batches.has_rows(leaf) else None for leaf, dim in zip(leaves, dims, strict=True)]
         # Arrays become tensors that share their memory; lists stay as they are.
-        self._leaves = list(leaves)
-        for index, (where, leaf) in enumerate(batches.leaves_by_path(tensors, is_leaf).items()):
-            if isinstance(leaf, np.ndarray):
-                self._leaves[index] = as_tensor(leaf, where)
+        self._leaves = [as_tensor(leaf) if isinstance(leaf, np.ndarray) else leaf for leaf in leaves]
         # unflatten() costs as much as gathering a small batch; the usual tuple of tensors does without.
         self._is_plain = (
             type(tensors) is tuple
@@ -70,6 +66,9 @@ class TensorSource(InOrder):
             return self.rows(indices)
         # unflatten() and a function for each leaf would show in windows of 100 µs.
         index = indices[_HOST]
+        if len(self._leaves) == 2:
+            first, second = self._leaves
+            return first.index_select(0, index), second.index_select(0, index)
         return tuple([leaf.index_select(0, index) for leaf in self._leaves])
 
     def rows(self, indices: Indices) -> Any:
@@ -78,33 +77,27 @@ class TensorSource(InOrder):
         return self._spec.unflatten([_rows(leaf, indices, dim) for leaf, dim in pairs])
 
     def description(self) -> dict[str, Any]:
-        """Return the number of samples, the shapes, and a digest of a few rows."""
-        # 64 rows, evenly spread, are read in no time and tell data from other data of the same shapes.
-        # float32 has no number for the last of more than 2**24 rows, and may round it up.
-        rows = torch.linspace(0, self._num_rows - 1, min(self._num_rows, 64)).long().clamp(max=self._num_rows - 1)
-        digest = hashlib.sha256()
+        """Return the number of samples, the shapes, and a digest: of tensors some megabytes, of lists a few entries."""
+        digest = Rolling(digest_of([tensor for leaf in self._leaves for tensor in objects.tensors(leaf)]) or "")
+        count = min(self._num_rows, 64)
+        rows = torch.arange(count, device="cpu") * (self._num_rows - 1) // max(count - 1, 1)
         for leaf, dim in zip(self._leaves, self._dims, strict=True):
-            chosen = _rows(leaf, {_HOST: rows}, dim)
-            if isinstance(chosen, torch.Tensor):
-                # As bytes, for NumPy has no bfloat16.
-                digest.update(chosen.cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes())
-            else:
-                digest.update(repr(_values_or_types(chosen)).encode())
+            if not (isinstance(leaf, torch.Tensor) or objects.has_samples(leaf)):
+                digest.add(_rows(leaf, {_HOST: rows}, dim))
         shapes = [str(tuple(leaf.shape)) if hasattr(leaf, "shape") else type(leaf).__name__ for leaf in self._leaves]
-        found = {"samples": self.num_samples, "tensors": ", ".join(shapes), "digest": digest.hexdigest()[:16]}
-        return found | self._order.description() | self._of_split
-
-    def content(self) -> str | None:
-        """Return a digest of some megabytes of the tensors."""
-        return digest_of([tensor for leaf in self._leaves for tensor in objects.tensors(leaf)])
+        found = {"samples": self.num_samples, "tensors": ", ".join(shapes), "digest": digest.value}
+        return found | self._of_split
 
     def read(self, epoch: int, plan_at: PlanAt, passed: Iterable[int] = ()) -> Reader:
         """Begin a pass over the rows; gathering is quick enough to prefetch nothing."""
         start, order = sum(passed), self._order(epoch)
-        found = order if isinstance(order, Unlisted) else torch.as_tensor(order, device="cpu")
-        orders: dict[torch.device, torch.Tensor | Unlisted] = {_HOST: found}
-        # One that is worked out by position is too long for that, and one that a device has no room for stays where it
-        # is: indices are then copied with each micro-batch.
+        if isinstance(order, range):
+            in_order = partial(torch.arange, len(order), device="cpu")
+            order = insist(in_order, "the order of the samples was made")
+        found = order if isinstance(order, Draws) else torch.as_tensor(order, device="cpu")
+        orders: dict[torch.device, torch.Tensor | Draws] = {_HOST: found}
+        # Draws that are not listed stay on the host, and so does an order that a device has no room for: indices are
+        # then copied with each micro-batch.
         if isinstance(found, torch.Tensor):
             for place in self._places - {_HOST}:
                 placed = attempt(partial(found.to, place))
@@ -122,15 +115,6 @@ class TensorSource(InOrder):
         pairs = zip(self._leaves, self._dims, strict=True)
         kept = [leaf if isinstance(leaf, torch.Tensor) else _rows(leaf, rows, dim) for leaf, dim in pairs]
         return self._spec.unflatten(kept)
-
-
-def _values_or_types(value: Any) -> Any:
-    """Replace objects in nested lists by the names of their types: their texts may differ in the next process."""
-    if value is None or isinstance(value, str | int | float):
-        return value
-    if isinstance(value, list | tuple):
-        return [_values_or_types(entry) for entry in value]
-    return type(value).__name__
 
 
 def _on(place: torch.device, indices: Indices) -> torch.Tensor:
@@ -173,7 +157,10 @@ class _TensorWindow:
     lengths: None = None  # all rows of a tensor are alike
 
     def micro_batch(self, start: int, size: int) -> Any:
-        return self.source.gather(self._indices(self.first + start, size))
+        start += self.first
+        if len(self.orders) == 1:
+            return self.source.gather({_HOST: self.orders[_HOST][start : start + size]})
+        return self.source.gather(self._indices(start, size))
 
     def samples(self, positions: Sequence[int]) -> Any:
         places = [self.first + position for position in positions]

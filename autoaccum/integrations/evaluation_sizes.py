@@ -1,15 +1,19 @@
-"""The size of the pieces that an evaluation is run in, from the first batch on that has not fitted as it was."""
+"""Halves evaluation batches that ran out of memory, and warns of epochs shorter than a step, in loops of others."""
 
 from __future__ import annotations
 
 import gc
 import warnings
+from typing import Any
 
 import torch
 
 from autoaccum.errors import AutoaccumWarning, NothingFitsError
+from autoaccum.events import Event
 from autoaccum.memory.devices import memory_of
 from autoaccum.memory.oom import RanOut
+from autoaccum.step import notices
+from autoaccum.step.notices import Announcer
 
 SAME = "with the same results"
 """What is said of an evaluation in pieces where its loss is one of the whole batch, however it is run."""
@@ -49,3 +53,26 @@ def smaller(tried: int, outcome: RanOut, phase: str, device: torch.device, cure:
         stacklevel=3,
     )
     return size
+
+
+class ShortEpochs:
+    """Looks at the datasets of a run, before there is an ``Accumulator`` that could say what is wrong with one."""
+
+    def __init__(self) -> None:
+        self.events: list[Event] = []
+        """What was said, for the events of the accumulator."""
+        self._announcer = Announcer(self.events.append)
+
+    def look(self, effective_batch: int, *sources: Any) -> None:
+        """Say once that there are fewer samples than each step asks for; nothing of a stream.
+
+        Args:
+            effective_batch: samples of a step.
+            sources: a dataset, and what draws samples of it, which may be more.
+        """
+        try:
+            there = max(map(len, sources))
+        except (TypeError, NotImplementedError):
+            return
+        if there < effective_batch:
+            self._announcer.say_once(notices.more_than_there_are(effective_batch, there))

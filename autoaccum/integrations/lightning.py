@@ -9,11 +9,10 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from autoaccum._checks import positive_int
-from autoaccum.integrations.lightning_checks import OPTIONS, refuse_module, refuse_trainer
-from autoaccum.integrations.lightning_data import remade
+from autoaccum.integrations.evaluation_sizes import ShortEpochs
+from autoaccum.integrations.lightning_checks import OPTIONS, refuse_module, refuse_trainer, remade
 from autoaccum.integrations.lightning_evaluation import Evaluation
 from autoaccum.integrations.lightning_windows import Windows
-from autoaccum.integrations.short_epochs import ShortEpochs
 from autoaccum.training.synonyms import elsewhere, meant_by, unknown_argument
 
 # There are two packages with the same content, and each has a Callback of its own: that of the one that is in use.

@@ -1,19 +1,23 @@
-"""What of a Lightning run cannot be run in windows, refused before it begins."""
+"""What of a Lightning run is refused before it begins, and its train DataLoader with a window in each batch."""
 
 from __future__ import annotations
 
+import copy
 import inspect
 from typing import Any
 
+from torch.utils.data import BatchSampler, DataLoader
+
 from autoaccum.errors import ArgumentError, ConflictingArgumentsError
-from autoaccum.training.options import OF_ACCUMULATOR
+from autoaccum.training.accumulator import Accumulator
+from autoaccum.training.declarations import arguments_of
 
 _OF_OTHERS = (
     *("model", "optimizer", "loss_fn", "training_step", "collate_fn"),  # the LightningModule's and its loader's
     *("precision", "clip_norm"),  # the Trainer's
     "ranks",
 )
-OPTIONS = tuple(name for name in OF_ACCUMULATOR if name not in _OF_OTHERS)
+OPTIONS = tuple(name for name in arguments_of(Accumulator) if name not in _OF_OTHERS)
 """Arguments of ``Accumulator`` that are passed on."""
 
 # By their names, for each of the two packages has classes of its own.
@@ -82,3 +86,39 @@ def _is_lightnings(method: Any) -> bool:
     """Return whether a method comes from Lightning itself."""
     module: str = getattr(method, "__module__", "")
     return module.split(".")[0] in ("lightning", "pytorch_lightning")
+
+
+_CURE = "Leave it out, and let the loader yield batches of as many samples: they are the windows then."
+
+
+def remade(loader: Any, effective_batch: int, num_ranks: int) -> Any:
+    """Return a loader like that one whose batches are a rank's part of a window.
+
+    Args:
+        loader: of the run.
+        effective_batch: samples of one step, over all ranks.
+        num_ranks: how many there are.
+
+    Raises:
+        ArgumentError: its batches are not cut by a size.
+    """
+    if effective_batch % num_ranks:
+        cure = "Each rank's loader yields as many samples as any other's."
+        raise ArgumentError("effective_batch", effective_batch, f"a multiple of the {num_ranks} ranks", cure)
+    # How batches of another kind are made is not known, and so neither how larger ones would be.
+    size, why = effective_batch // num_ranks, ""
+    if not isinstance(loader, DataLoader):
+        why = f"train_dataloader is a {type(loader).__name__}, and no DataLoader"
+    elif type(loader.batch_sampler) is not BatchSampler or loader.batch_size is None:
+        why = "what makes the batches of the train DataLoader is a sampler, or a dataset, of its own"
+    if why:
+        raise ArgumentError("effective_batch", effective_batch, f"None, for {why}", _CURE)
+    # A copy, for its class may take other arguments than DataLoader does, and the user may go on with the loader.
+    made = copy.copy(loader)
+    kept = vars(made)  # a DataLoader refuses to be changed by its attributes
+    kept |= {"batch_size": size, "batch_sampler": BatchSampler(loader.sampler, size, loader.drop_last)}
+    kept["_iterator"] = None  # of workers that stay, which have the other batches
+    # By what it was made Lightning would make it again, where ranks need samplers; else it goes by the attributes.
+    for name in [name for name in kept if name.startswith("__pl_saved_")]:
+        del kept[name]
+    return made

@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import fields, is_dataclass, replace
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
-import numpy as np
 import torch
 
-from autoaccum.data import randomness
-from autoaccum.data.splits import split_of
-from autoaccum.errors import OutputError
+from autoaccum.data import batches, randomness
+from autoaccum.data.splits import Automatic, split_of
+from autoaccum.errors import DataError, OutputError
 from autoaccum.integrations.evaluation_sizes import smaller
 from autoaccum.integrations.lightning_records import Record, Records, mean
 from autoaccum.memory.oom import RanOut, attempt
@@ -103,7 +100,7 @@ class Evaluation:
         self.largest = smaller(tried, outcome, self._name, self._trainer.strategy.root_device, cure)
 
 
-def joined(parts: Sequence[Any], sizes: Sequence[int], *, is_prediction: bool = False, name: str = "output") -> Any:
+def joined(parts: Sequence[Any], sizes: Sequence[int], *, is_prediction: bool = False) -> Any:
     """Return what pieces of a batch have returned as one: rows and entries of samples joined, means of scalars.
 
     Args:
@@ -111,52 +108,32 @@ def joined(parts: Sequence[Any], sizes: Sequence[int], *, is_prediction: bool = 
         sizes: its samples.
         is_prediction: whether it is what the user asked for, so that it has to be right: else what cannot be made one
             is a list with an entry for each piece.
-        name: what errors call it.
 
     Raises:
         OutputError: pieces of a prediction cannot be made one.
     """
-    first = parts[0]
-    within = partial(joined, sizes=sizes, is_prediction=is_prediction)
-    if first is None:
-        return None
-    if isinstance(first, torch.Tensor | np.ndarray) and first.ndim:
-        if all(len(part) == size for part, size in zip(parts, sizes, strict=True)):
-            return torch.cat(list(parts)) if isinstance(first, torch.Tensor) else np.concatenate(list(parts))
-    elif isinstance(first, torch.Tensor):
-        return mean(list(parts), sizes)
-    elif isinstance(first, Mapping):
-        made: Any = copy.copy(first)  # of its own class: Hugging Face's outputs have attributes too
-        for key in first:
-            made[key] = within([part[key] for part in parts], name=str(key))
-        return made
-    elif is_dataclass(first) and not isinstance(first, type):
-        return replace(first, **{one.name: _of_field(parts, one.name, within) for one in fields(first)})
-    elif isinstance(first, list | tuple) and _has_entries_of_samples(parts, sizes):
-        return type(first)([entry for part in parts for entry in part])
-    elif isinstance(first, list | tuple) and len({len(part) for part in parts}) == 1:
-        columns = [within(column, name=f"{name}[{i}]") for i, column in enumerate(zip(*parts, strict=True))]
-        return type(first)(*columns) if hasattr(first, "_fields") else type(first)(columns)
-    if is_prediction:
+
+    apart: list[tuple[str, Any]] = []
+
+    def one(path: str, leaves: Sequence[Any]) -> Any:
+        first = leaves[0]
+        if first is None:
+            return None
+        if isinstance(first, torch.Tensor) and not first.ndim:
+            return mean(list(leaves), sizes)
+        if batches.has_rows(first) and [batches.num_rows(leaf) for leaf in leaves] == list(sizes):
+            return batches.join_rows(path, leaves)
+        apart.append((path or "output", first))
+        return list(leaves)
+
+    is_leaf = Automatic().known(parts[0], sizes[0]).is_leaf_of(*parts)
+    try:
+        made = batches.joined_by(parts, is_leaf, one)
+    except DataError:  # of other entries, or shapes, in each
+        made = one("", parts)
+    if apart and is_prediction:
+        name, first = apart[0]
         kind = f"a tensor of shape {tuple(first.shape)}" if hasattr(first, "shape") else f"a {type(first).__name__}"
         cure = f"Memory ran out in a batch of {sum(sizes)}: let the DataLoader have batch_size={sizes[0]}."
         raise OutputError(name, f"{kind} for {sizes[0]} samples", _ROWS, cure)
-    return list(parts)
-
-
-def _of_field(parts: Sequence[Any], name: str, within: Callable[..., Any]) -> Any:
-    return within([getattr(part, name) for part in parts], name=name)
-
-
-def _has_entries_of_samples(parts: Sequence[Any], sizes: Sequence[int]) -> bool:
-    """Return whether lists have an entry for each sample, as decoded texts are, and not one for each output."""
-    if hasattr(parts[0], "_fields") or any(len(part) != size for part, size in zip(parts, sizes, strict=True)):
-        return False
-    # As many outputs as there are samples in a piece are told by their kinds, and by having rows themselves.
-    kinds = {(type(entry), getattr(entry, "ndim", None)) for part in parts for entry in part}
-    has_rows = all(
-        getattr(entry, "ndim", 0) and len(entry) == size
-        for part, size in zip(parts, sizes, strict=True)
-        for entry in part
-    )
-    return len(kinds) == 1 and not has_rows
+    return made

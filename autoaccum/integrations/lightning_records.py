@@ -136,8 +136,9 @@ class Records:
     def log(self, parts: Sequence[tuple[Record, int]], loss: torch.Tensor | None = None) -> None:
         """Tell Lightning what parts of a batch come to; each has its number of samples beside it."""
         self._metrics.join([record.metrics for record, _ in parts], [size for _, size in parts])
-        for name in dict.fromkeys(name for record, _ in parts for name in record.lists):
-            getattr(self._module, name).extend(_entries(name, parts, loss))
+        for record, _ in parts:
+            for name, entries in record.lists.items():
+                getattr(self._module, name).extend(entries)
         told: dict[tuple[str, str, int], list[tuple[Record, int, dict[str, Any]]]] = {}
         for record, size in parts:
             for key, options in record.logs:
@@ -170,43 +171,6 @@ def _one_of(
         one: torch.Tensor = getattr(torch.stack(values), name)()
         return one
     return _or_loss(mean(values, sizes), values, records, loss)
-
-
-def _entries(name: str, parts: Sequence[tuple[Record, int]], loss: torch.Tensor | None) -> list[Any]:
-    """Return what a list gets of a batch: what it would of one run where that can be told, else all that parts gave."""
-    tails = [record.lists.get(name, []) for record, _ in parts]
-    if len({len(tail) for tail in tails}) == 1:
-        try:
-            return [_entry(list(column), parts, loss) for column in zip(*tails, strict=True)]
-        except _ApartError:
-            pass
-    return [entry for tail in tails for entry in tail]
-
-
-def _entry(values: list[Any], parts: Sequence[tuple[Record, int]], loss: torch.Tensor | None) -> Any:
-    """Return one entry for those of several parts: means of numbers, rows joined, also within dicts and tuples."""
-    first, sizes = values[0], [size for _, size in parts]
-    if len(values) == 1:
-        return first
-    if len({type(value) for value in values}) > 1:
-        raise _ApartError
-    if isinstance(first, Mapping) and type(first) is dict and all(value.keys() == first.keys() for value in values):
-        return {key: _entry([value[key] for value in values], parts, loss) for key in first}
-    if type(first) is tuple and len({len(value) for value in values}) == 1:
-        return tuple(_entry(list(column), parts, loss) for column in zip(*values, strict=True))
-    if isinstance(first, float):
-        return float(_entry([torch.tensor(value, dtype=torch.float64) for value in values], parts, loss))
-    if isinstance(first, torch.Tensor):
-        if not first.ndim and first.is_floating_point():
-            own = [value.detach() for value in values]
-            return _or_loss(mean(own, sizes), own, [record for record, _ in parts], loss)
-        if first.ndim and [len(value) for value in values] == sizes:
-            return torch.cat(values)
-    raise _ApartError
-
-
-class _ApartError(Exception):
-    """Entries of parts that nobody can make one of."""
 
 
 def scalars(parts: Sequence[tuple[Record, int]], loss: torch.Tensor) -> dict[str, Any]:

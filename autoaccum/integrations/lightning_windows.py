@@ -4,15 +4,12 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
 from typing import Any
 
 import torch
 
-from autoaccum.data.splits import split_of
 from autoaccum.errors import DataError
 from autoaccum.events import Event
-from autoaccum.integrations.lightning_carried import Carried
 from autoaccum.integrations.lightning_checks import refuse_optimizers
 from autoaccum.integrations.lightning_records import Records
 from autoaccum.training.accumulator import Accumulator
@@ -38,8 +35,6 @@ class Windows:
         self._stock_closure = self._loop._make_closure
         self._kwargs: dict[str, Any] = {}  # of training_step, but for the batch
         self._records = Records(trainer.fit_loop.epoch_loop._results, trainer.lightning_module, trainer.global_rank)
-        self._split = split_of(options.get("split"), options.get("batch_dim", 0), None, None)
-        self._carried = Carried(trainer.lightning_module)
         self._found: Mapping[str, Any] = {}
         self._key: object = None  # what the accumulator was made for
         self.accumulator: Accumulator | None = None
@@ -77,8 +72,6 @@ class Windows:
         self._kwargs = dict(kwargs)
         batch = self._kwargs["batch"]
         self._records.begin()
-        if self._carried is not None:
-            self._carried.begin()
         try:
             loss = accumulator.backward(batch)
         except _NothingReturned:
@@ -113,9 +106,7 @@ class Windows:
     def _micro_batch(self, model: Any, batch: Any) -> tuple[torch.Tensor, dict[str, Any]]:
         """Return the loss of a micro-batch, and what is to be had of it at the window's end."""
         call, trainer = self._call, self._trainer
-        size = self._split.count(batch, "batch")
-        watching = nullcontext() if self._carried is None else self._carried.watching(size)
-        with self._records.taking() as record, watching:
+        with self._records.taking() as record:
             batch = self.to_device(batch, dataloader_idx=0)
             kwargs = {**self._kwargs, "batch": batch}
             # The module itself, and not what DDP has wrapped it in: ranks add up their gradients once for a window.

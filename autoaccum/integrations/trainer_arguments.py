@@ -11,7 +11,9 @@ from transformers import Trainer, TrainingArguments
 
 from autoaccum import _checks
 from autoaccum.errors import ArgumentError, ConflictingArgumentsError
-from autoaccum.training.options import OF_ACCUMULATOR
+from autoaccum.integrations.trainer_batches import KTO, is_one_of
+from autoaccum.training.accumulator import Accumulator
+from autoaccum.training.declarations import arguments_of
 from autoaccum.training.synonyms import elsewhere, meant_by, unknown_argument
 
 OPTIONS = (
@@ -50,7 +52,7 @@ def refuse_unknown(init: Callable[..., Any], keywords: Mapping[str, Any]) -> Non
         cure = elsewhere(name)
         if hasattr(TrainingArguments, name) or name in TrainingArguments.__dataclass_fields__:
             cure = f"It is one of the training arguments: args=TrainingArguments(..., {name}=...)."
-        elif name in OF_ACCUMULATOR:
+        elif name in arguments_of(Accumulator):
             cure = "The trainer says it, and an Accumulator is made with that."
         elif not cure.startswith("Use effective_batch"):  # the answers are those of fit
             cure = meant_by(name, ["effective_batch", *OPTIONS, *known])
@@ -137,6 +139,21 @@ def refuse_loop(trainer: Any, loader: Any) -> None:
         raise ArgumentError(owns.__qualname__, size, f"a loader that yields {window} samples for each step", cure)
 
 
+def compares_batch(trainer: Any) -> bool:
+    """Return whether a loss compares each sample with a mean over its batch, as that of TRL's KTO does.
+
+    Raises:
+        ArgumentError: there are several ranks, of which none has the whole window.
+    """
+    # Other losses of this trainer are means over answers, as any.
+    if not is_one_of(type(trainer), KTO) or not trainer.calculate_KL:
+        return False
+    if trainer.accelerator.num_processes > 1:
+        cure = "It compares all samples of a window: train in one process, or take 'apo_zero_unpaired'."
+        raise ArgumentError("loss_type", trainer.loss_type, "one that needs no mean over what other ranks have", cure)
+    return True
+
+
 def _is_stock(function: Any) -> bool:
     """Return whether a method of a trainer comes from a library, or from here."""
     return str(function.__module__).split(".")[0] in _LIBRARIES
@@ -197,4 +214,22 @@ def with_one_batch_per_window(args: Any, effective_batch: int | None) -> Any:
     # From here on the loop's own batch is a window, of which each rank reads its share.
     changed.per_device_train_batch_size = effective_batch // args.world_size
     changed.gradient_accumulation_steps = 1
+    return changed
+
+
+def of_windows(kind: type, argument: Any, effective_batch: int | None) -> Any:
+    """Return an argument that a trainer is made with: those of training are changed where its data are made by them.
+
+    Args:
+        kind: of the trainer.
+        argument: any of its arguments.
+        effective_batch: as it was passed.
+    """
+    # Mismatched answers are those of neighbours within a batch, and are looked up when the trainer is made.
+    if not (is_one_of(kind, KTO) and isinstance(argument, TrainingArguments)):
+        return argument
+    changed: Any = with_one_batch_per_window(argument, effective_batch)
+    # What is computed beforehand is no part of a window, and has to fit as it was meant to.
+    if changed.precompute_ref_batch_size is None:
+        changed.precompute_ref_batch_size = argument.per_device_train_batch_size
     return changed

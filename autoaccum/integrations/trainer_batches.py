@@ -3,41 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
 from autoaccum.data.splits import split_of
 
 
-class Layout(Protocol):
-    """What turns batches of a trainer into such as have one row for each sample, and back."""
-
-    def rows(self, batch: Any) -> Any:
-        """Return a batch as one whose tensors have one row for each sample."""
-
-    def back(self, rows: Any) -> Any:
-        """Return such a batch, or some samples of it, as the trainer has them."""
-
-    def weights(self, batch: Any) -> Mapping[str, int]:
-        """Return what means in a trainer's notes are over, by name, where that is not what its loss is over."""
-
-    def count(self, rows: Any) -> int:
-        """Return how many samples such a batch has."""
-
-    def piece(self, rows: Any, start: int, size: int) -> Any:
-        """Return ``size`` samples of it from ``start`` on."""
-
-
-class AsTheyAre:
-    """Batches whose rows are samples already, as nearly all are."""
+class Layout:
+    """Batches whose rows are samples already, as nearly all are; others are turned into such, and back."""
 
     def __init__(self, split: Any) -> None:
         """Set up for batches that are cut by ``split``."""
         self.count, self.piece = split.count, split
 
     def rows(self, batch: Any) -> Any:
-        """Return the batch, as a plain dict where it is a mapping."""
+        """Return a batch as one whose tensors have one row for each sample: as a plain dict where it is a mapping."""
         return dict(batch) if isinstance(batch, Mapping) else batch
 
     def back(self, rows: Any) -> Any:
@@ -45,11 +26,11 @@ class AsTheyAre:
         return dict(rows) if isinstance(rows, Mapping) else rows
 
     def weights(self, batch: Any) -> Mapping[str, int]:
-        """Return nothing: notes are over the same items as losses."""
+        """Return what means in a trainer's notes are over, by name, where that is not what its loss is over."""
         return {}
 
 
-class InHalves:
+class InHalves(Layout):
     """Batches of preferences as TRL makes them: all chosen answers, and below them all that were rejected.
 
     Cut by rows, chosen answers would meet the rejected ones of other prompts, or none.
@@ -57,7 +38,7 @@ class InHalves:
 
     def __init__(self, split: Any) -> None:
         """Set up for batches that are cut by ``split``; which entries lie in halves shows in the first one."""
-        self.count, self.piece = split.count, split
+        super().__init__(split)
         self._halved: set[str] = set()
 
     def rows(self, batch: Any) -> Any:
@@ -88,7 +69,7 @@ class InHalves:
         return {"entropy": chosen + rejected, "logits/rejected": rejected, **of_chosen}
 
 
-class Unpaired(AsTheyAre):
+class Unpaired(Layout):
     """Batches of KTO: answers each of which was liked or not."""
 
     def weights(self, batch: Any) -> Mapping[str, int]:
@@ -114,7 +95,7 @@ def layout_of(trainer: Any) -> Layout:
     split = split_of(options.get("split"), options.get("batch_dim", 0), None, None)
     if is_one_of(type(trainer), _IN_HALVES):
         return InHalves(split)
-    return (Unpaired if is_one_of(type(trainer), KTO) else AsTheyAre)(split)
+    return (Unpaired if is_one_of(type(trainer), KTO) else Layout)(split)
 
 
 def is_one_of(kind: type, names: tuple[str, ...]) -> bool:

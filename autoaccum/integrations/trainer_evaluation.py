@@ -20,13 +20,11 @@ from autoaccum.integrations.trainer_loss import (
     with_margins,
 )
 from autoaccum.memory.oom import RanOut, attempt
-from autoaccum.training.evaluating_joined import JoinedEvaluations
-from autoaccum.window.split_calls import Layout as Split
+from autoaccum.step.split_calls import Layout as Split
+from autoaccum.training.validation import JoinedEvaluations
 
 Predicted = tuple[Any, Any, Any]
 """The loss of a batch, its logits and its labels, as a trainer's ``prediction_step`` returns them; each may be None."""
-OfPieces = Callable[[list[Any], Callable[[Any], Predicted]], Callable[[Any], Predicted]]
-"""(pieces, step) -> a step for each of them."""
 
 
 class Evaluation:
@@ -40,27 +38,19 @@ class Evaluation:
         """Samples of a piece; None as long as all batches have fitted as they were."""
         self._joined = JoinedEvaluations(trainer.model, trainer.args.device)
 
-    def predict(
-        self,
-        batch: Any,
-        step: Callable[[Any], Predicted],
-        step_of_pieces: OfPieces | None = None,
-        trained: Split | None = None,
-    ) -> Predicted:
+    def predict(self, batch: Any, step: Callable[[Any], Predicted], trained: Split | None = None) -> Predicted:
         """Return what a prediction step returns for a batch, in as many pieces as it takes.
 
         Args:
             batch: of the loader.
             step: the trainer's own, on a batch.
-            step_of_pieces: (pieces, step) -> the step on each of them, where it goes by what all of them have.
             trained: how modules are split where training joins micro-batches, as evaluations then do.
 
         Raises:
             NothingFitsError: not even one sample fits.
         """
-        # Of what is put together from all pieces it is known to be what it would have been.
         is_joined = self._joined.follow(trained)
-        results = SAME if is_joined or step_of_pieces is not None else MEANS
+        results = SAME if is_joined else MEANS
         # As long as all fits nothing is cut, and nothing has to be known of how it could be.
         if self.micro_batch is None:
             outcome = attempt(partial(self._whole, batch, step))
@@ -72,7 +62,7 @@ class Evaluation:
             if is_joined:
                 outcome = attempt(partial(self._in_joined_pieces, batch, rows, step))
             else:
-                outcome = attempt(partial(self._in_pieces, rows, step, step_of_pieces))
+                outcome = attempt(partial(self._in_pieces, rows, step))
             if not isinstance(outcome, RanOut):
                 return outcome
             self._shrink(min(self.micro_batch or 1, self._layout.count(rows)), outcome, results)
@@ -100,16 +90,9 @@ class Evaluation:
         cure = "Pass per_device_eval_batch_size={size} to begin so."
         self.micro_batch = smaller(tried, outcome, "evaluation", self._trainer.args.device, cure, results)
 
-    def _in_pieces(
-        self,
-        rows: Any,
-        step: Callable[[Any], Predicted],
-        step_of_pieces: OfPieces | None,
-    ) -> Predicted:
+    def _in_pieces(self, rows: Any, step: Callable[[Any], Predicted]) -> Predicted:
         count, size = self._layout.count(rows), self.micro_batch or 1
         pieces = [self._layout.piece(rows, start, min(size, count - start)) for start in range(0, count, size)]
-        if step_of_pieces is not None:
-            step = step_of_pieces(pieces, step)
         found: list[Predicted] = []
         noted: list[dict[str, float]] = []
         weights: list[float] = []

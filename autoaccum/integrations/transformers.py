@@ -23,8 +23,10 @@ import torch
 from torch import nn
 from transformers import Trainer
 
-from autoaccum.integrations.short_epochs import ShortEpochs
+from autoaccum.integrations.evaluation_sizes import ShortEpochs
 from autoaccum.integrations.trainer_arguments import (
+    compares_batch,
+    of_windows,
     options_in,
     refuse,
     refuse_loop,
@@ -33,7 +35,6 @@ from autoaccum.integrations.trainer_arguments import (
 )
 from autoaccum.integrations.trainer_batches import layout_of
 from autoaccum.integrations.trainer_evaluation import Evaluation
-from autoaccum.integrations.trainer_kto import divergence_of, of_windows
 from autoaccum.integrations.trainer_loss import LossOfTrainer, log_window, showing, trained_beside
 from autoaccum.training.accumulator import Accumulator
 
@@ -73,7 +74,8 @@ class AutoAccumMixin(Trainer):  # type: ignore[misc]  # of no known type where t
         self.args: Any = with_one_batch_per_window(given, effective_batch)
         self._train_batch_size = self.args.train_batch_size
         self._layout = layout_of(self)
-        self._divergence = divergence_of(self)
+        # A loss that goes by a mean over the batch is computed once, on all of the window.
+        self._by_default = {"accumulate": "joined"} if compares_batch(self) else {}
         self.evaluation = Evaluation(self, self._layout)
         """How evaluations are run; its ``micro_batch`` is None as long as their batches have fitted as they were."""
 
@@ -129,9 +131,7 @@ class AutoAccumMixin(Trainer):  # type: ignore[misc]  # of no known type where t
 
     def _loss_arguments(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
         loss_of, beside = LossOfTrainer(self, self._layout), trained_beside(self, model, optimizer)
-        # A loss that goes by a mean over the batch is computed once, on all of the window.
-        by_default = {} if self._divergence is None else {"accumulate": "joined"}
-        return by_default | self.window_options | {"training_step": showing(loss_of, beside)}
+        return self._by_default | self.window_options | {"training_step": showing(loss_of, beside)}
 
     # Evaluation, whose batches have a size of their own.
 
@@ -145,10 +145,8 @@ class AutoAccumMixin(Trainer):  # type: ignore[misc]  # of no known type where t
         # Ranks wait for each other in a step of evaluation: pieces of one would be waited for by nobody.
         if self.accelerator.num_processes > 1:
             return step(inputs)
-        if self._divergence is not None:
-            return self.evaluation.predict(inputs, step, step_of_pieces=partial(self._divergence.step_of_pieces, model))
         trained = None if self.accumulator is None else self.accumulator.split_modules
-        return self.evaluation.predict(inputs, step, trained=trained)
+        return self.evaluation.predict(inputs, step, trained)
 
     # Checkpoints.
 

@@ -1,4 +1,4 @@
-"""The control groups that hold this process, of versions 1 and 2: what they limit, and how often they had to."""
+"""The control groups that hold this process, of versions 1 and 2: and what they limit."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ class ControlGroup:
 
     folder: str
     """The folder in which the group's files lie."""
-    limit_file: str
-    """The file with the limit in bytes; none is "max" in version 2, and the largest number of pages in version 1."""
+    limit_files: tuple[str, ...]
+    """The files with limits in bytes; none is "max" in version 2, and the largest number of pages in version 1."""
     usage_file: str
     """The file with the bytes in use, the page cache included."""
     reclaimable: str
@@ -39,31 +39,14 @@ class ControlGroup:
         if not usage.isdigit():
             return enough
         free = limit - int(usage)
-        # The page cache counts as used but gives way. To say how much of it there is, the kernel adds up the statistics
-        # of all groups below: that is asked only where it makes a difference.
-        return free if free >= enough else free + self.reclaimable_bytes()
+        # The page cache counts as used but is dropped before anything is killed. To say how much of it there is, the
+        # kernel adds up the statistics of all groups below: that is asked only where it makes a difference.
+        return free if free >= enough else free + (number(read(f"{self.folder}/memory.stat"), self.reclaimable) or 0)
 
     def limit(self) -> int | None:
         """Return the bytes that it allows all that is in it; None where it sets no limit."""
-        limit = read(f"{self.folder}/{self.limit_file}").strip()
-        return int(limit) if limit.isdigit() and int(limit) < _UNLIMITED else None
-
-    def reclaimable_bytes(self) -> int:
-        """Return the bytes of its usage that are dropped before anything is killed."""
-        return number(read(f"{self.folder}/memory.stat"), self.reclaimable) or 0
-
-    def reclaimable_share(self) -> float:
-        """Return ``reclaimable_bytes`` as a fraction of its usage; 1.0 where the usage cannot be read."""
-        usage = read(f"{self.folder}/{self.usage_file}").strip()
-        # The two files are read one after the other, and a group may have emptied meanwhile: never divide by 0.
-        return self.reclaimable_bytes() / max(int(usage), 1) if usage.isdigit() else 1.0
-
-    def times_reached(self) -> int | None:
-        """Return how often it was at ``memory.high``, which slows it down, or ``memory.max``; None in version 1."""
-        # The local file (Linux 5.2): the other one counts what the groups below did with limits of their own, too.
-        events = read(f"{self.folder}/memory.events.local")
-        high, at_max = number(events, "high"), number(events, "max")
-        return None if high is None or at_max is None else high + at_max
+        limits = [read(f"{self.folder}/{name}").strip() for name in self.limit_files]
+        return min((int(each) for each in limits if each.isdigit() and int(each) < _UNLIMITED), default=None)
 
 
 class ControlGroups:
@@ -81,17 +64,11 @@ class ControlGroups:
         # are the lines of the membership file for which the groups below were found.
         self._lines = b""
         self._groups: tuple[ControlGroup, ...] = ()
-        self._pressure_file: str | None = None
 
     def all(self) -> tuple[ControlGroup, ...]:
         """Return its group and every one above it, in each version that is mounted."""
         self._update()
         return self._groups
-
-    def pressure_file(self) -> str | None:
-        """Return the file of its own group's pressure stall information, unless that is the whole machine's."""
-        self._update()
-        return self._pressure_file
 
     def _update(self) -> None:
         lines = read(self._membership)
@@ -99,40 +76,28 @@ class ControlGroups:
             return
         self._lines = lines
         self._groups = ()
-        self._pressure_file = None
         for line in os.fsdecode(lines).splitlines():
             # cgroups(7): "hierarchy:controllers:path". The path may hold colons of its own.
             _, _, rest = line.partition(":")
             controllers, _, path = rest.partition(":")
+            files: tuple[tuple[str, ...], str, str]
             if not controllers:
                 # Version 2, mounted below "unified" where version 1 is mounted too.
                 unified = self._mount / "unified"
                 mount = unified if unified.is_dir() else self._mount
-                files = ("memory.max", "memory.current", "inactive_file")
-                self._pressure_file = _pressure_file(mount, path)
+                # Above "high" processes are slowed down, above "max" they are killed.
+                files = (("memory.max", "memory.high"), "memory.current", "inactive_file")
             elif "memory" in controllers.split(","):
                 mount = self._mount / "memory"
-                files = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
+                files = (("memory.limit_in_bytes",), "memory.usage_in_bytes", "total_inactive_file")
             else:
                 continue
-            limit_file, usage_file, reclaimable = files
+            limit_files, usage_file, reclaimable = files
             self._groups += tuple(
-                ControlGroup(folder=str(group), limit_file=limit_file, usage_file=usage_file, reclaimable=reclaimable)
+                ControlGroup(folder=str(group), limit_files=limit_files, usage_file=usage_file, reclaimable=reclaimable)
                 for group in _group_and_ancestors(mount, path)
-                if (group / limit_file).exists()
+                if (group / limit_files[0]).exists()
             )
-
-
-def _pressure_file(mount: Path, path: str) -> str | None:
-    """Find the nearest group that has pressure stall information; return None where that is the whole machine."""
-    for group in _group_and_ancestors(mount, path):
-        if not (group / "memory.pressure").exists():
-            continue
-        # Only the root of all groups has no limit of its own, and is no group of ours but the machine. A container's
-        # own group can be mounted in its place.
-        is_machine = group == mount and not (group / "memory.max").exists()
-        return None if is_machine else str(group / "memory.pressure")
-    return None
 
 
 def _group_and_ancestors(mount: Path, path: str) -> Iterator[Path]:

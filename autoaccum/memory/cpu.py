@@ -17,7 +17,6 @@ import psutil
 from autoaccum.memory.base import Usage
 from autoaccum.memory.cgroups import ControlGroups
 from autoaccum.memory.procfs import number, read
-from autoaccum.memory.stalls import HostPressure
 
 if sys.platform != "win32":
     import resource
@@ -41,7 +40,6 @@ class CpuMemory:
         self._meminfo_path = str(Path(proc) / "meminfo")
         self._clear_refs_path = str(process / "clear_refs")
         self._groups = ControlGroups(process, Path(cgroup))
-        self._pressure = HostPressure(Path(proc), self._groups)
         # Both stay 0 while the kernel's own peak can be reset. Where it cannot (some containers forbid it), the first
         # is the kernel's peak at the last reset, which says nothing of what came after; the second is the largest
         # reading since.
@@ -107,8 +105,8 @@ class CpuMemory:
             _malloc_trim(0)
 
     def strained(self) -> str | None:
-        """Say that processes of its control group or the machine wait for memory, or a limit was reached, if so."""
-        return self._pressure.reason()
+        """Return None: a shortage on the host lowers the limit."""
+        return None
 
     def _status(self) -> bytes:
         return read(self._status_path)

@@ -36,11 +36,8 @@ _LSTM_BYTES = 63
 """Workspace of oneDNN's kernel of LSTMs for each element of its output, as measured: its fake tells of none."""
 _BOUNDLESS = 2**62
 _CPU = torch.device("cpu")
-_OF_VALUES = re.compile(
-    r"fake ?tensor|data pointer|tensor subclass|storage of Tensor|inputs of BF16 type", re.IGNORECASE
-)
-"""What PyTorch says where Python code asks a tensor without values for them: ``.numpy()``, ``.data_ptr()``; or where a
-fake refuses what its kernel takes: the grouped matrices of experts, in 32 bits."""
+_OF_VALUES = re.compile(r"fake ?tensor|data pointer|tensor subclass|storage of Tensor", re.IGNORECASE)
+"""What PyTorch says where Python code asks a tensor without values for them: ``.numpy()``, ``.data_ptr()``."""
 
 
 class FakeMemory(MemorySimulation):
@@ -53,7 +50,6 @@ class FakeMemory(MemorySimulation):
         super().__init__(_BOUNDLESS)
         self.answers_items = False
         """Whether a number that is read off a tensor is 1 where nobody knows it, instead of an error."""
-        self.operations = 0
 
     def hold(self, tensors: Iterable[torch.Tensor]) -> int:
         """Count tensors that are there already; return the bytes that they add to what is counted."""
@@ -64,13 +60,21 @@ class FakeMemory(MemorySimulation):
     def __torch_dispatch__(
         self, func: Callable[..., Any], types: object, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        self.operations += 1
         _refuse_real((args, tuple((kwargs or {}).values())))
+        # The kernel multiplies the grouped matrices of experts in float32 as well; PyTorch's fake of it refuses that.
+        if func is torch.ops.aten._grouped_mm.default and args[0].dtype is torch.float32:
+            product = _grouped_product(*args, **(kwargs or {}))
+            self.hold([*args[:2], product])
+            return product
+        reads = func is torch.ops.aten._local_scalar_dense.default
         try:
+            # PyTorch 2.14 reads integers off real tensors: numbers from before the operations that computed nothing.
+            if reads and not isinstance(args[0], FakeTensor):
+                raise DataDependentOutputException(cast("Any", func))
             result = super().__torch_dispatch__(func, types, args, kwargs)
         except DataDependentOutputException:
             # An optimizer reads its count of steps, or a norm, and computes with it; it decides nothing by them.
-            if self.answers_items and func is torch.ops.aten._local_scalar_dense.default:
+            if self.answers_items and reads:
                 return _one(args[0].dtype)
             raise
         # Its size depends on the kernel; without one an LSTM seemed to take a third of what it does.
@@ -79,6 +83,16 @@ class FakeMemory(MemorySimulation):
             self.hold([workspace])
             return (*result[:3], workspace)
         return result
+
+
+def _grouped_product(
+    first: torch.Tensor, second: torch.Tensor, offs: torch.Tensor | None = None, *_: object, **__: object
+) -> torch.Tensor:
+    """Return a tensor of the shape of ``torch.nn.functional.grouped_mm(first, second, offs=offs)``."""
+    if first.ndim == second.ndim:
+        groups = len(first) if offs is None else len(offs)
+        return first.new_empty(groups, first.shape[-2], second.shape[-1])
+    return first.new_empty(first.shape[-2], second.shape[-1])
 
 
 class RealParameterError(Exception):

@@ -76,17 +76,6 @@ class Limit:
         return self.bytes
 
 
-def memory_limit_bytes(value: MemoryLimit, available_bytes: int) -> int:
-    """Return a limit in bytes, which is at most what is available: see ``asked_limit``.
-
-    Raises:
-        ArgumentError: it is no number of bytes, and no share.
-    """
-    # More than there is, is no mistake: the same text may be passed on machines of different sizes.
-    asked_bytes = asked_limit(value, available_bytes, lambda: available_bytes)()
-    return available_bytes if asked_bytes is None else min(asked_bytes, available_bytes)
-
-
 def asked_limit(value: MemoryLimit, first_bytes: int, available_bytes: Callable[[], int]) -> Callable[[], int | None]:
     """Return a function () -> the limit that a user asks for, in bytes; None is all that there is.
 

@@ -40,6 +40,9 @@ _TEXTS = re.compile(
             # cudnnGetErrorString, after "cuDNN error: ": the first up to cuDNN 8, the others since 9.0.
             r"\bCUDNN_STATUS_ALLOC_FAILED\b",
             r"\bCUDNN_STATUS_INTERNAL_ERROR_(HOST|DEVICE)_ALLOCATION_FAILED\b",
+            # aten/src/ATen/native/cudnn/Conv_v8.cpp: no kernel fits into the memory that is left (pytorch#108645). It
+            # says the same of a type that it has no kernel for: then not one sample runs, and the error is the cause.
+            r"\b(GET|FIND) was unable to find an engine to execute this computation",
             # miopenGetErrorString, by way of MIOPEN_CHECK in aten/src/ATen/miopen/Exceptions.h.
             r"\bmiopenStatusAllocFailed\b",
             # On a MIG slice, reportProcessMemoryInfo may not ask NVML who holds the memory, and its assertion replaces
@@ -61,13 +64,6 @@ _TEXTS = re.compile(
         )
     )
 )
-
-_AMBIGUOUS = re.compile(
-    # aten/src/ATen/native/cudnn/Conv_v8.cpp, where cuDNN had no workspace, but also no kernel for a type or a card
-    # (pytorch#108645).
-    r"\b(GET|FIND) was unable to find an engine to execute this computation"
-)
-"""Texts that are of memory only where an allocator has refused some meanwhile: it counts that, whoever hears of it."""
 
 # Deliberately not among them:
 # * CUBLAS_STATUS_NOT_INITIALIZED: cublasCreate says it on a full device, but as often after a device-side assertion (an
@@ -110,7 +106,6 @@ def is_out_of_memory(error: BaseException) -> bool:
 def _says_so(error: BaseException) -> bool:
     """Return whether the error itself is one of memory, whatever it was raised from."""
     if isinstance(error, torch.OutOfMemoryError | MemoryError):
-        _refusals.have_risen()  # this one is known, and explains no later error
         return True
     if not isinstance(error, RuntimeError):  # torch.AcceleratorError is one too
         return False
@@ -119,40 +114,7 @@ def _says_so(error: BaseException) -> bool:
     if is_raised_by_hand(error):
         text = str(error)
         return _TEXTS.match(text) is not None or _TEXTS.match(_OPENING.sub("", text, count=1)) is not None
-    return _TEXTS.search(str(error)) is not None or _was_refused(error)
-
-
-def _was_refused(error: BaseException) -> bool:
-    """Return whether an error whose text leaves it open came of memory that an allocator had refused."""
-    if _AMBIGUOUS.search(str(error)) is None:
-        return False
-    # Once for each error, which is asked about wherever it passes.
-    if not hasattr(error, "was_refused"):
-        error.was_refused = _refusals.have_risen()  # type: ignore[attr-defined]
-    return error.was_refused  # type: ignore[attr-defined, no-any-return]
-
-
-class _Refusals:
-    """How often allocators have refused memory, by device, when somebody last looked."""
-
-    def __init__(self) -> None:
-        self._known: dict[int, int] = {}
-
-    def have_risen(self) -> bool:
-        """Return whether memory was refused since the last call."""
-        accelerator = torch.accelerator.current_accelerator(check_available=True)
-        if accelerator is None or accelerator.type == "mps":  # whose allocator does not count
-            return False
-        before = self._known
-        devices = range(torch.accelerator.device_count())
-        try:
-            self._known = {index: torch.accelerator.memory_stats(index).get("num_ooms", 0) for index in devices}
-        except RuntimeError:  # of an allocator of the user's, which counts nothing
-            return False
-        return any(count > before.get(index, 0) for index, count in self._known.items())
-
-
-_refusals = _Refusals()
+    return _TEXTS.search(str(error)) is not None
 
 
 def is_raised_by_hand(error: BaseException) -> bool:
@@ -229,32 +191,6 @@ def without_frames(error: E) -> E:
     return error
 
 
-Witness = Callable[[Exception], None]
-"""Looks at what is in memory while what has failed is still there; it is given the error."""
-# For the whole process, as memory runs out deep inside of what one run does, and no more than one runs in it.
-_witness: Witness | None = None
-
-
-@contextmanager
-def witnessed(look: Witness) -> Iterator[None]:
-    """Have ``attempt`` call a function within it when memory has run out, before anything is given back."""
-    global _witness
-    before, _witness = _witness, look
-    try:
-        yield
-    finally:
-        _witness = before
-
-
-def _have_witnessed(error: Exception) -> None:
-    """Call the witness, if there is one; what fails in it, for want of memory say, is of no concern."""
-    if _witness is not None:
-        try:
-            _witness(error)
-        except Exception as failure:
-            without_frames(failure)
-
-
 @dataclass(frozen=True, slots=True)
 class RanOut:
     """What ``attempt`` returns when memory ran out."""
@@ -305,7 +241,6 @@ def attempt(function: Callable[[], T]) -> T | RanOut:
     except Exception as error:
         if not is_out_of_memory(error):
             raise
-        _have_witnessed(error)
         ran_out = RanOut(without_frames(error))
     drop_what_is_due()
     return ran_out
@@ -376,7 +311,6 @@ def room_for_model(memory: Memory, limit_bytes: int, parameters: Sequence[torch.
     Raises:
         LimitBelowModelError: memory ran out within it, or what is in use with the gradients passes the limit.
     """
-    _refusals.have_risen()  # what was refused before a run explains none of its errors
     if memory.can_enforce and memory.used():
         gc.collect()  # an earlier run's optimizer refers to itself, and its state would count as this one's
     cause: Exception | None = None

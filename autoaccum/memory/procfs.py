@@ -25,15 +25,3 @@ def number(content: bytes, name: str) -> int | None:
     # neighbour "oom_kill_disable".
     found = re.search(rb"^%s:?\s+(\d+)" % name.encode(), content, re.MULTILINE)
     return int(found[1]) if found else None
-
-
-def stalled_us(content: bytes) -> int | None:
-    """Return the microseconds in which at least one task waited for memory, from pressure stall information.
-
-    They only rise.
-
-    >>> stalled_us(b"some avg10=0.00 avg60=0.00 avg300=0.00 total=1234")
-    1234
-    """
-    found = re.search(rb"^some .*\btotal=(\d+)", content, re.MULTILINE)
-    return int(found[1]) if found else None

@@ -1,4 +1,4 @@
-"""What becomes of memory that ran out where nothing smaller can be tried: again at once, after a wait, or no more.
+"""What is done when not even the smallest micro-batch fits: try again at once, wait, or give up.
 
 A fault may pass: an allocator fails while gigabytes are free, or another process holds for a minute what this one
 needs. What is certain not to pass, because all of the memory that there is would not be enough, is not waited for.

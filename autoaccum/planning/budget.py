@@ -44,16 +44,6 @@ class Budget:
             return None
         return self.epochs or 1
 
-    def most_samples(self, epoch_samples: int | None) -> int | None:
-        """Return the most samples of the whole run; None when neither the budget nor the data tells.
-
-        Args:
-            epoch_samples: samples in one pass over the data, when known.
-        """
-        if self.max_epochs is None or epoch_samples is None:
-            return self.samples
-        return self.max_epochs * epoch_samples
-
     def spent(self, steps: int, samples: int) -> bool:
         """Return whether a budget in steps or samples is used up."""
         # Past it too: a run that is resumed may be allowed less than it has had.

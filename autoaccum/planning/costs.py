@@ -11,11 +11,10 @@ that is written out costs b * length**2 beside it.
 from __future__ import annotations
 
 import math
-from bisect import bisect_left, bisect_right
+from bisect import bisect_left
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, replace
-from operator import itemgetter
 from statistics import median
 from typing import Any
 
@@ -72,67 +71,19 @@ class MemoryModel:
     def predict(self, micro_batch: int, length: int = 1) -> int:
         """Return the peak bytes at that many samples."""
         # Rounded up: a prediction that is a byte too small would let a plan pass the limit.
-        return math.ceil(self._peak_at(self.on_line(micro_batch, length)))
+        return math.ceil(self.on_line(micro_batch, length))
 
     def largest_within(self, limit_bytes: int, length: int = 1) -> float:
         """Return the most samples whose predicted peak is within the limit; infinite when samples cost nothing."""
         each = self.of_sample(length)
         if each <= 0:
-            return math.inf if self._peak_at(self.fixed_bytes) <= limit_bytes else 0
+            return math.inf if self.fixed_bytes <= limit_bytes else 0
         # Rounding in the fit must not cost a sample where the limit is hit exactly.
-        return math.floor((self._within(limit_bytes) - self.fixed_bytes) / each + 1e-6)
+        return math.floor((limit_bytes - self.fixed_bytes) / each + 1e-6)
 
     def moved_to(self, fixed_bytes: float) -> MemoryModel:
         """Return the same model with another number of bytes in use without any sample, and as many more everywhere."""
         return replace(self, fixed_bytes=fixed_bytes)
-
-    def through(self, micro_batch: int, peak_bytes: int) -> MemoryModel:
-        """Return the same model, moved to where a peak lies."""
-        return self.moved_to(peak_bytes - self.bytes_per_sample * micro_batch)
-
-    def _peak_at(self, on_line: float) -> float:
-        """Return the peak where the line is at so many bytes."""
-        return on_line
-
-    def _within(self, limit_bytes: int) -> float:
-        """Return the most bytes on the line whose peak is within the limit."""
-        return limit_bytes
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class SteppedModel(MemoryModel):
-    """A line of what tensors hold, and how far from it that is which an allocator holds for them."""
-
-    peaks: tuple[tuple[float, float], ...] = ()
-    """(bytes on the line, peak bytes that were measured there), one at least, both rising."""
-
-    def moved_to(self, fixed_bytes: float) -> MemoryModel:
-        """Return the same model with another number of bytes in use without any sample, and as many more everywhere."""
-        by = fixed_bytes - self.fixed_bytes
-        return replace(self, fixed_bytes=fixed_bytes, peaks=tuple((line + by, peak + by) for line, peak in self.peaks))
-
-    def through(self, micro_batch: int, peak_bytes: int) -> MemoryModel:
-        """Return the same model, moved to where a peak lies."""
-        return self.moved_to(self.fixed_bytes + peak_bytes - self._peak_at(self.on_line(micro_batch)))
-
-    # Of two peaks that were measured what lies between them is in proportion; beyond all of them an allocator is taken
-    # to add as much as at the last.
-
-    def _peak_at(self, on_line: float) -> float:
-        index = bisect_left(self.peaks, on_line, key=itemgetter(0))
-        if 0 < index < len(self.peaks):
-            (below, low), (above, high) = self.peaks[index - 1 : index + 1]
-            return low + (high - low) * (on_line - below) / (above - below)
-        nearest, peak = self.peaks[min(index, len(self.peaks) - 1)]
-        return peak + on_line - nearest
-
-    def _within(self, limit_bytes: int) -> float:
-        index = bisect_right(self.peaks, limit_bytes, key=itemgetter(1))
-        if 0 < index < len(self.peaks):
-            (below, low), (above, high) = self.peaks[index - 1 : index + 1]
-            return below + (above - below) * (limit_bytes - low) / (high - low)
-        nearest, peak = self.peaks[max(index - 1, 0)]
-        return nearest + limit_bytes - peak
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -175,9 +126,7 @@ def fit_memory_model(trials: Sequence[Trial]) -> MemoryModel | None:
     """Fit the memory model to the trials whose peak is known; return None with fewer than two different sizes.
 
     Where tensors are told from the rest, the line is that of tensors, which grow without steps, moved by what the
-    allocator added to the largest trial. What it holds beside tensors is no line: its cache and its rounding up go in
-    steps, and are as large for one sample as for many, or several times as large for twice as many. So between sizes
-    that were tried the peak is taken to rise from what was measured at one to what was measured at the next.
+    allocator added to the largest trial.
 
     Where lengths vary, three shapes are fitted: in the length, in its square, in both. The one with the least weighted
     sum of squared errors is returned, the first of them where two are equal.
@@ -207,23 +156,11 @@ def fit_memory_model(trials: Sequence[Trial]) -> MemoryModel | None:
         return sum(size * length * (model.on_line(size, length) - peak) ** 2 for size, length, peak in known)
 
     best = min(models, key=error)
-    return _with_peaks(best, measured) if known is tensors else best
-
-
-def _with_peaks(line: MemoryModel, measured: Sequence[tuple[int, int, int]]) -> MemoryModel:
-    """Return the model of peaks whose line is that of tensors; ``measured``: (samples, length, peak) of each trial."""
-    # The line goes through the largest: it is what is shown, and stands for larger ones.
-    *_, (largest, length, peak) = sorted(measured, key=lambda each: line.on_line(*each[:2]))
-    line = replace(line, fixed_bytes=line.fixed_bytes + peak - line.on_line(largest, length))
-    # Trials come oldest first: of one size the newest tells.
-    at = {line.on_line(size, length): peak for size, length, peak in measured}
-    peaks: list[tuple[float, float]] = []
-    # What a larger one ran in is enough for a smaller one too, whatever else the allocator held when that was tried.
-    least = math.inf
-    for on_line in sorted(at, reverse=True):
-        least = min(least, at[on_line])
-        peaks.append((on_line, least))
-    return SteppedModel(**asdict(line), peaks=tuple(reversed(peaks)))
+    if known is measured:
+        return best
+    # What the allocator holds beside tensors is taken to be what it held at the largest trial.
+    *_, (size, length, peak) = sorted(measured, key=lambda each: best.on_line(*each[:2]))
+    return best.moved_to(best.fixed_bytes + peak - best.on_line(size, length))
 
 
 def weigher(trials: Sequence[Trial]) -> Callable[[int], int]:
@@ -336,7 +273,7 @@ def memory_model(history: Sequence[Trial], prior: MemoryModel | None = None) -> 
         return model
     for trial in reversed(history):
         if trial.peak_bytes is not None:
-            moved = prior.through(trial.micro_batch, trial.peak_bytes)
+            moved = prior.moved_to(trial.peak_bytes - prior.bytes_per_sample * trial.micro_batch)
             # Samples that would take more than there was in use have become cheaper: a code that has changed.
             return moved if moved.fixed_bytes >= 0 else None
     return prior

@@ -90,8 +90,8 @@ def _time(num_samples: int, count: int, seconds: Callable[[int], float]) -> floa
 def cut_by_weight(weights: Sequence[int], max_weight: int, min_micro_batch: int = 1) -> tuple[int, ...]:
     """Return the sizes of the fewest micro-batches that weigh at most ``max_weight``, padding included.
 
-    They are made as equal in weight as their number allows. One with ``min_micro_batch`` samples may weigh more, for
-    nothing smaller is possible.
+    They are made as equal in weight as their number allows. One with fewer than twice ``min_micro_batch`` samples may
+    weigh more, for it cannot be cut in two.
 
     Args:
         weights: the weight of each sample, the heaviest first: neighbours are padded least.

@@ -1,4 +1,4 @@
-"""Cuts the windows of one run, by the weight that a micro-batch may have: the samples of both kinds of windows."""
+"""Cuts windows into micro-batches: by samples, or by length where samples differ in length."""
 
 from __future__ import annotations
 

@@ -53,13 +53,12 @@ class Fastest:
         self._timed_window: tuple[int, Lengths] = (0, None)  # to which the times of other windows are scaled
         self._broken_off = 0  # comparisons that windows of another size have ended
         self._not_full = 0  # windows in a row that are not full, and so cannot be compared
-        self._rises = False  # whether the last comparison found the largest micro-batches clearly the fastest
+        self.rises = False
+        """Whether the last comparison found the largest micro-batches clearly the fastest."""
         self.wants_full = False
         """Whether the largest micro-batches are used, however fast others may be."""
         self.checks = 0
         """Windows to time until an earlier run's times are believed."""
-        self.surprising = 0.0
-        """Seconds below which a full window belies the times by which its plan was chosen; 0 where none does."""
 
     def planned(self) -> int:
         """Return the weight that plans are made of: that of the fastest, or the largest while that is not known.
@@ -95,14 +94,13 @@ class Fastest:
     def choose(self, *, is_settled: bool) -> None:
         """Keep the fastest plan where times are known, or begin to compare; do neither before a search has settled."""
         self.timing = self.weight = None
-        self._not_full, self.surprising = 0, 0.0
+        self._not_full = 0
         if not is_settled or not self._cutter.full_window[0] or self.wants_full:
             return
         largest = self._largest()
         # Far beyond what was timed, times are a guess, and a wrong one would never show: there plans are compared.
         if self.model is not None and largest <= KNOWN * self.model.points[-1][0]:
             self.weight = self.of(self.model, largest)
-            self._expect()
             return
         window = self._timed_window = self._cutter.full_window
         # Where samples differ in length, windows do too, and only a change by a factor shows among them.
@@ -165,23 +163,9 @@ class Fastest:
             return False
         # All is known, or as much as ever will be.
         self.weight, self.model = self.timing.fastest(), self.timing.model()
-        self._rises = self.timing.rises()
+        self.rises = self.timing.rises()
         self.timing = None
-        self._expect()
         return True
-
-    def _expect(self) -> None:
-        """Foretell what full windows take, unless they are run at once: then there are no larger plans to compare."""
-        num_samples, lengths = self._cutter.full_window
-        self.surprising = 0.0
-        # Where samples differ in length, windows take times that differ as well.
-        if self.model is not None and lengths is None and self.planned() < num_samples:
-            weights = self._cutter.weights_of_full(self.planned())
-            self.surprising = sum(map(self.model.predict, weights)) / FAR_OFF
-
-    def is_still_rising(self) -> bool:
-        """Return, right after a comparison, whether its largest micro-batches were clearly the fastest."""
-        return self._rises
 
     def keeps_comparing(self, num_samples: int) -> bool:
         """Return whether a comparison goes on although full windows have so many samples from now on.
@@ -212,4 +196,3 @@ class Fastest:
         """Put back what ``state_dict`` returned; a comparison that went on has to be begun again."""
         self.model = None if state["times"] is None else TimeModel(points=state["times"])
         self.weight = state["_cap"]
-        self._expect()

@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
 from typing import Any
 
-from autoaccum.planning.costs import SPREAD, MemoryModel, SteppedModel, Trial, bounds, memory_model, weigher
+from autoaccum.planning.costs import SPREAD, MemoryModel, Trial, bounds, memory_model, weigher
 from autoaccum.planning.cuts import Lengths
 
 
@@ -113,7 +113,7 @@ class History:
         """Put back what ``state_dict`` returned."""
         self.trials = [Trial(**trial) for trial in state["trials"]]
         prior = state["prior"]
-        self.prior = prior and (SteppedModel if "peaks" in prior else MemoryModel)(**prior)
+        self.prior = prior and MemoryModel(**prior)
         # Before the trials are weighed.
         self._weigh_by([Trial(**trial) for trial in state["weighed"]])
         self._update()

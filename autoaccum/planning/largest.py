@@ -2,7 +2,7 @@
 
 What fits is found out by trials, and is true only while memory stays as it is. When the limit falls below what a plan
 needs, or the allocator is strained, the weight gives way at once; after a calm a search looks for more again. When to
-do either is the matter of ``patience``, to what is decided here.
+do either is the matter of ``limits``, to what is decided here.
 """
 
 from __future__ import annotations
@@ -18,8 +18,7 @@ from autoaccum.planning.costs import MemoryModel, Trial
 from autoaccum.planning.cuts import Lengths, is_padded
 from autoaccum.planning.cutter import Cutter
 from autoaccum.planning.fastest import KNOWN, Fastest
-from autoaccum.planning.limits import Limits
-from autoaccum.planning.patience import SURELY_MORE, Pressure
+from autoaccum.planning.limits import SURELY_MORE, Limits, Pressure
 from autoaccum.planning.searching import ENDLESS, Searching
 
 WORTHWHILE = 1.2
@@ -91,7 +90,7 @@ class Largest:
         allocated_bytes: int | None = None,
     ) -> None:
         """Take the reading of a trial: see ``Tuner.observe``."""
-        fits = self._limits.allows(peak_bytes, is_few=self._is_few(micro_batch, length))
+        fits = self._limits.allows(peak_bytes, is_smallest=micro_batch <= self._cutter.smallest)
         # Nothing is smaller than the smallest, which moves the target where it uses the headroom.
         if micro_batch <= self._cutter.smallest:
             if not fits:
@@ -128,7 +127,6 @@ class Largest:
         limit_bytes = self._limits.limit_bytes
         if trial.peak_bytes is None:  # it ran out of memory; else it ran, and took more than plans may
             self.refused_at = min(limit_bytes, self.refused_at or limit_bytes)
-            self._give_headroom_back(trial)
         # A weight that has run well before failed for want of memory that was there then, and may come back.
         if weight > self.best:
             self._refused = (weight, limit_bytes)
@@ -139,17 +137,6 @@ class Largest:
             self._pressure.shrank()
         # Times of plans that do not fit any more are of no use, and the fastest may have been one of them.
         self.choose()
-
-    def _give_headroom_back(self, failed: Trial) -> None:
-        """Leave the headroom free from now on, where few samples have failed: it is there for what that shows."""
-        if (
-            self._limits.may_use_all
-            and self._cutter.smallest < failed.micro_batch
-            and self._is_few(failed.micro_batch, failed.length)
-        ):
-            self._limits.may_use_all = False
-            self._cutter.history.judge(lambda trial, weight: self._judged(trial))
-            self.weight = self._cutter.history.bounds[0] or self.weight
 
     def choose(self) -> None:
         """Choose the fastest plan anew, or begin to compare plans, unless a search goes on first."""
@@ -169,13 +156,6 @@ class Largest:
         self._fastest.forget()
         self._search.goal = self._refused = self.enough = None
         self.best = 0
-        self._search.is_on = True
-
-    def forget_times(self) -> None:
-        """Search and compare plans again: times were taken beside other work, or by another process."""
-        self._fastest.forget()
-        self._search.untold = self._cutter.history.bounds[0]
-        self._search.goal = self.enough = None
         self._search.is_on = True
 
     # As memory comes and goes.
@@ -248,10 +228,8 @@ class Largest:
 
     def _within(self, model: MemoryModel, limit_bytes: int) -> int:
         """Return the largest weight that is expected to fit under a limit."""
-        few = 0 if self._cutter.full_window[1] else self._limits.few(self._cutter.smallest)
-        target_bytes = self._limits.target_of(limit_bytes)
-        most = max(model.largest_within(target_bytes), min(few, model.largest_within(limit_bytes)))
-        return int(min(most, ENDLESS))  # infinite where samples cost nothing
+        # It is infinite where samples cost nothing.
+        return int(min(model.largest_within(self._limits.target_of(limit_bytes)), ENDLESS))
 
     def passes(self, sizes: Sequence[int], lengths: Lengths, peak_bytes: int) -> bool:
         """Take the peak of a window; give way and return True if such windows pass the target, their trials having not.
@@ -302,14 +280,8 @@ class Largest:
         # There is none to judge by where memory ran out, nor where a window just went well.
         if trial.peak_bytes is None:
             return trial
-        is_few = self._is_few(trial.micro_batch, trial.length)
-        return replace(trial, fits=self._limits.allows(trial.peak_bytes, is_few=is_few))
-
-    def _is_few(self, micro_batch: int, length: int) -> bool:
-        """Return whether a micro-batch may use the headroom."""
-        # Of long samples no more than the smallest: many short ones would weigh as much.
-        smallest = self._cutter.smallest
-        return micro_batch <= (self._limits.few(smallest) if length == 1 else smallest)
+        is_smallest = trial.micro_batch <= self._cutter.smallest
+        return replace(trial, fits=self._limits.allows(trial.peak_bytes, is_smallest=is_smallest))
 
     # What outlives the process. The patience does not: how memory moved under another process says little of this one.
 

@@ -275,52 +275,6 @@ class Milestones(Schedule):
 
 
 @dataclass(frozen=True, slots=True)
-class Doubling(Schedule):
-    """A batch that doubles again and again, up to ``most``."""
-
-    start: int
-    """Samples at the beginning."""
-    most: int
-    """Samples that it ends at."""
-    every: int
-    """Steps, samples or epochs from one doubling to the next."""
-    by: By = "epochs"
-    """What ``every`` counts."""
-
-    def __post_init__(self) -> None:
-        for name in ("start", "most", "every"):
-            positive_int(name, getattr(self, name))
-        one_of("by", self.by, tuple(SUFFIXES))
-        # Where they are equal it is a constant, which does no harm.
-        if self.most < self.start:
-            raise ArgumentError("most", self.most, f"at least start={self.start}", "Doubling only grows.")
-
-    def at(self, progress: Progress) -> int:
-        """Return ``start`` doubled as often as there was time for."""
-        # As many doublings as ``most`` has bits bring any start to it; more would make numbers of a million digits.
-        doublings = min(_counted(progress, self.by) // self.every, self.most.bit_length())
-        return min(self.start << doublings, self.most)
-
-    @property
-    def largest(self) -> int:
-        """Return the batch that it ends at."""
-        return self.most
-
-    @property
-    def smallest(self) -> int:
-        """Return the batch that it begins with."""
-        return self.start
-
-    def settled(self, progress: Progress) -> bool:
-        """Return whether it can double no more."""
-        # It never falls, so that its end is where it first reaches the most.
-        return self.at(progress) == self.most
-
-    def __str__(self) -> str:
-        return f"double {self.start}:{self.most} every {self.every}{SUFFIXES[self.by]}"
-
-
-@dataclass(frozen=True, slots=True)
 class Function(Schedule):
     """A function of your own. It has to be pure: it is called in advance too, to count the steps.
 

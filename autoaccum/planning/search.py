@@ -8,12 +8,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any
 
 from autoaccum.planning.costs import PLATEAU, MemoryModel, Trial, bounds, memory_model
-from autoaccum.planning.errors_alone import by_errors, errors_left
-from autoaccum.planning.limits import Limits
-from autoaccum.planning.reach import Reach, reach
+from autoaccum.planning.extrapolation import Reach, reach
 
 TOLERANCE = 0.02
 """End the search when no size that is larger than the largest that fitted by this fraction is expected to fit."""
@@ -23,20 +20,10 @@ WORTH_AN_ERROR = 1.2
 """Try what may not fit at the end of a search where it is larger than what does by this factor."""
 FAR, UNSURE = 64, 16
 """Try no size that is more than the first times the largest success; nor the second, while slopes are not compared."""
-
-
-def next_within(history: Sequence[Trial], limits: Limits, *, ceiling: int, smallest: int, **options: Any) -> int | None:
-    """Return the size to try next, as ``next_trial`` does, within limits: few samples may use the headroom."""
-    found = next_below(history, limits, ceiling=ceiling, smallest=smallest, **options)
-    few = min(ceiling, limits.few(smallest))
-    if found is not None or bounds(history)[0] >= few:
-        return found
-    return next_trial(history, limit_bytes=limits.limit_bytes, ceiling=few, smallest=smallest, **options)
-
-
-def next_below(history: Sequence[Trial], limits: Limits, **options: Any) -> int | None:
-    """Return the size to try next, as ``next_trial`` does, below the headroom."""
-    return next_trial(history, limit_bytes=limits.target_bytes, **options)
+GRID = 0.93
+"""Ratio of neighbouring sizes that a search without peaks tells apart, or whole numbers that are farther apart."""
+MOST_ERRORS = 3
+"""Out-of-memory errors that a search without peaks may meet, if it chooses all of its sizes."""
 
 
 def next_trial(
@@ -52,7 +39,7 @@ def next_trial(
 ) -> int | None:
     """Return the size to try next, or None when the search is over and ``bounds(history)[0]`` is its answer.
 
-    With peaks, two sizes are known of each ``reach``: that which likely fits, by the slope of the last trials, and that
+    With peaks, two sizes are known of each ``Reach``: that which likely fits, by the slope of the last trials, and that
     which surely does, by the steepest there can be. The likely one is tried where samples get cheaper, and where four
     sizes are on a line; the sure one where it is nearly the same, half of the way to the other, or at least twice the
     largest success; and one between them where little is known. After a failure that the peaks did not foretell it is a
@@ -189,3 +176,53 @@ def has_plateaued(history: Sequence[Trial]) -> bool:
     since = [rate for size, rate in rates.items() if 4 * size > largest]
     # One size alone before may be the first, whose kernels were loaded in its time: it proves nothing.
     return len(before) > 1 and max(since) < PLATEAU * max(before) and rates[largest] < CATCHING_UP * min(since)
+
+
+# Without peaks a trial shows only whether its size fits.
+
+
+def told_apart(trials: int, errors: int) -> int:
+    """Return how many sizes a search can distinguish with that many trials, of which ``errors`` may run out of memory.
+
+    The first trial distinguishes two cases: f(d, e) = f(d - 1, e - 1) + f(d - 1, e) + 1, which is the sum of the
+    binomials (d over 1) to (d over e). Known as the egg-drop problem: Boardman, "The Egg-Drop Numbers", Mathematics
+    Magazine 77 (2004).
+
+    >>> told_apart(9, 3), told_apart(7, 3), told_apart(7, 1)
+    (129, 63, 7)
+    """
+    return sum(math.comb(trials, failed) for failed in range(1, errors + 1))
+
+
+def by_errors(fits: int, beyond: int, errors: int, *, is_open: bool = False) -> int | None:
+    """Return the size to try between one that fits and one that does not, if trials show only whether a size fits.
+
+    Candidates are 0.93 apart, so the largest candidate that fits is at least 0.93 of the true limit. The returned size
+    is the first of the fewest trials that distinguish all candidates with the errors that are left: the largest
+    candidate below which the remaining trials can still search after an error.
+
+    Args:
+        fits: the largest that fits, 1 at least.
+        beyond: the smallest that does not, or that is of no use.
+        errors: how many may still run out of memory, 1 at least.
+        is_open: whether nothing has failed; then the last useful size is a candidate too.
+    """
+    # The true limit lies between the last candidate that fits and the next one.
+    sizes, size = [], fits
+    while (size := int(size / GRID) + 1) < beyond:
+        sizes.append(size)
+    if is_open and beyond - 1 > max(sizes, default=fits):
+        sizes.append(beyond - 1)
+    if not sizes:
+        return None
+    trials = 1
+    while told_apart(trials, errors) < len(sizes):
+        trials += 1
+    return sizes[min(len(sizes) - 1, told_apart(trials - 1, errors - 1))]
+
+
+def errors_left(history: Sequence[Trial]) -> int:
+    """Return how many more errors a search may meet; 2, for one more halving, if it has met all of them."""
+    fits, _ = bounds(history)
+    met = sum(not trial.fits and trial.micro_batch > fits for trial in history)
+    return MOST_ERRORS - met if met < MOST_ERRORS else 2

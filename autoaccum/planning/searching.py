@@ -13,9 +13,9 @@ from autoaccum.planning.attempts import Piece, length_at
 from autoaccum.planning.costs import MemoryModel
 from autoaccum.planning.cuts import Lengths, are_alike
 from autoaccum.planning.cutter import Cutter
+from autoaccum.planning.extrapolation import reach
 from autoaccum.planning.limits import Limits
-from autoaccum.planning.reach import reach
-from autoaccum.planning.search import FAR, FEW_SIZES_FIRST, FEW_SIZES_GROWTH, has_plateaued, next_below, next_within
+from autoaccum.planning.search import FAR, FEW_SIZES_FIRST, FEW_SIZES_GROWTH, has_plateaued, next_trial
 
 ENDLESS = 2**62
 """A weight that no micro-batch reaches."""
@@ -144,11 +144,9 @@ class Searching:
         # Growth needs no such end: its goal is no higher than what is enough.
         if fits and self.goal is None and self.is_enough(fits):
             return num_samples if self.surely_fits_whole(num_samples, lengths) else None
-        # Among samples that differ in length a weight is no number of samples.
-        next_size = next_within if lengths is None else next_below
-        weight = next_size(
+        weight = next_trial(
             history.in_weights,
-            self._limits,
+            limit_bytes=self._limits.target_bytes,
             ceiling=min(self._cutter.heaviest(num_samples, each), self.goal or ENDLESS),
             smallest=smallest * each,
             first=self._first_weight(num_samples, each),

@@ -1,4 +1,4 @@
-"""The search where no window is at stake: on a probe's throw-away trials, and on what a validation reads.
+"""The search of probe and of validation, whose trials need no undo after memory has run out.
 
 It speaks the protocol of ``attempts``: iterate over pieces, and say of each whether it fitted or ran out of memory. A
 piece that ran out of memory is asked for again in smaller ones, for nothing that came before it has to be undone.
@@ -11,9 +11,9 @@ from typing import Any
 
 from autoaccum.planning.attempts import Piece
 from autoaccum.planning.costs import MemoryModel, Trial, bounds, fit_memory_model
+from autoaccum.planning.extrapolation import reach
 from autoaccum.planning.limits import Limits
-from autoaccum.planning.reach import reach
-from autoaccum.planning.search import next_within
+from autoaccum.planning.search import next_trial
 
 
 class Trials:
@@ -105,7 +105,7 @@ class Trials:
         self._done += piece.size
         if peak_bytes is None:
             return True
-        fits = self._limits.allows(peak_bytes, is_few=piece.size <= self._limits.few(self.smallest))
+        fits = self._limits.allows(peak_bytes, is_smallest=piece.size <= self.smallest)
         # That what fitted before fits again is no news; that it passes the limit now is, for memory may have gone.
         if piece.is_trial or not fits:
             self.history.append(
@@ -134,12 +134,31 @@ class Trials:
         self.history[:] = [Trial(**trial) for trial in state]
 
     def _next(self, ceiling: int) -> int | None:
-        return next_within(
+        return next_trial(
             self.history,
-            self._limits,
+            limit_bytes=self._limits.target_bytes,
             ceiling=ceiling,
             smallest=self.smallest,
             first=self.first,
             growth=self._growth,
             start_bytes=self._start_bytes,
         )
+
+
+class Halving(Trials):
+    """Sizes on which several ranks agree without an exchange: training's, and half of them after each failure.
+
+    Ranks that run micro-batches together must choose the same sizes, so the memory of one rank decides nothing.
+    All ranks learn which sizes failed and halve alike. No size is tried, because training's sizes fit.
+    """
+
+    def window(self, num_samples: int, ceiling: int) -> Iterator[Piece]:
+        """Yield the pieces of a window, none above ``ceiling``."""
+        for piece in super().window(num_samples, ceiling):
+            yield Piece(piece.start, piece.size, is_trial=False)
+
+    def size(self, ceiling: int) -> int:
+        """Return the samples of the next piece."""
+        # Half of the smallest size that failed, which a checkpoint keeps.
+        fails = bounds(self.history)[1]
+        return ceiling if fails is None else max(self.smallest, min(ceiling, fails // 2))

@@ -4,9 +4,9 @@ Every size that it hands out is useful work. It sees numbers alone (readings of 
 be tested by the million. Sizes are chosen by weight: the samples of a micro-batch, or where these differ in length what
 they weigh: see ``history``.
 
-Who decides what: ``searching`` which weight is worth a trial, ``largest`` which one fits, as memory comes and goes, and
-``fastest`` which one up to that to use; ``cutter`` makes micro-batches of it. ``earlier`` says what an earlier run has
-told. Here they are put together, and spoken to by what trains: see ``attempts``.
+``searching`` decides which weight is worth a trial, ``largest`` which one fits, ``fastest`` which one of those is used;
+``cutter`` makes micro-batches of it. ``warm_start`` has what an earlier run found. Training speaks to the tuner by the
+protocol in ``attempts``.
 """
 
 from __future__ import annotations
@@ -15,19 +15,16 @@ from collections.abc import Iterator, Sequence
 from itertools import accumulate
 from typing import Any
 
-from autoaccum.planning.attempts import Attempt, Piece, length_at, pieces_of
-from autoaccum.planning.costs import MemoryModel, TimeModel, Trial, fit_memory_model
+from autoaccum.planning.attempts import Piece, Reading, length_at, pieces_from, pieces_of
+from autoaccum.planning.costs import MemoryModel, Trial, fit_memory_model
 from autoaccum.planning.cuts import Lengths, is_padded
 from autoaccum.planning.cutter import Cutter
-from autoaccum.planning.earlier import learnt, recalled
 from autoaccum.planning.fastest import KNOWN, Fastest
 from autoaccum.planning.history import History
 from autoaccum.planning.largest import Largest
 from autoaccum.planning.limits import Limits
 from autoaccum.planning.searching import NO_FASTER, Searching
-
-SURPRISES = 5
-"""Full windows in a row that have to be much faster than was known before plans are compared anew."""
+from autoaccum.planning.warm_start import learnt, recalled
 
 SAVED = (
     "loads past times is_timing searching smallest largest least_bytes window _known _is_ragged _cap _doubts_plateau "
@@ -51,7 +48,6 @@ class Tuner:
         floor: int = 1,
         few_sizes: bool = False,
         warms_up: bool = False,
-        is_enforced: bool = False,
     ) -> None:
         """Set up.
 
@@ -66,13 +62,12 @@ class Tuner:
             few_sizes: whether to try few sizes, and large ones: for each new one costs a compilation, or small ones
                 are worth little.
             warms_up: whether a size is run once before it is tried: see ``Searching``.
-            is_enforced: whether the device refuses what passes the limit.
         """
         # Whether sizes are found out at all. If not they are the user's, which hold however fast others may be, and
         # give way only where memory runs out, or where nobody else keeps the limit.
         self._learns = search
         self._cutter = Cutter(smallest=smallest, ceiling=ceiling, by_samples=not search, floor=floor)
-        self.limits = Limits(limit_bytes, headroom, is_enforced=is_enforced)
+        self.limits = Limits(limit_bytes, headroom)
         """What micro-batches may take."""
         # These three ask each other: which plan is the fastest depends on which fit, and the search is over where
         # larger ones are known to be no faster. The first is told the weight of the third, which is yet to be made.
@@ -91,9 +86,6 @@ class Tuner:
         self.told: Trial | None = None
         """What ran out of memory in an earlier run, and would again."""
         self._given = largest  # a user's own micro-batch
-        self._hears_times = search and not warms_up  # a reading of the clock waits for a device
-        self._surprises = 0  # full windows in a row that were much faster than was known
-        self._convincing = SURPRISES  # as many of them; where load comes and goes, more are wanted each time
         self.saves_memory = False
         """Whether micro-batches take less than they would by themselves, so that no other run is to know of them."""
         self.keeps_last = False
@@ -130,11 +122,6 @@ class Tuner:
     def memory_model(self) -> MemoryModel | None:
         """Return the memory model fitted to the trials so far, in samples and lengths."""
         return fit_memory_model(self.history)
-
-    @property
-    def time_model(self) -> TimeModel | None:
-        """Return what weights take, once plans were compared; None before."""
-        return self._fastest.model
 
     @property
     def full_window(self) -> tuple[int, Lengths]:
@@ -247,14 +234,14 @@ class Tuner:
 
     def window(self, num_samples: int, lengths: Lengths = None, plan: Sequence[int] | None = None) -> Attempt:
         """Begin a window: in the sizes of a recorded ``plan``, or in those that are chosen here."""
-        is_timed = self.is_timing or (self._hears_times and not self.search.is_on and len(self._last_cut[1]) > 1)
         if plan is None:
             # Weights of samples with lengths are in other units than those of samples without.
             if (lengths is not None) is not self.search.has_lengths and self._learns:
                 self._start_over(has_lengths=lengths is not None)
             # Until ``settle`` says which windows are full, the largest so far stands for them.
-            if num_samples > self.full_window[0]:
+            if num_samples > self._cutter.full_window[0]:
                 self._cutter.full_window = (num_samples, lengths)
+        is_timed = self._fastest.timing is not None or self._fastest.checks > 0
         return Attempt(self, num_samples, lengths, plan, is_timed=is_timed)
 
     @property
@@ -472,23 +459,14 @@ class Tuner:
 
     def timed(self, seconds: float, num_samples: int, lengths: Lengths = None) -> None:
         """Take the time of a window; it is of use if the window was one of those that plans are made for."""
-        is_full = not self.search.is_on and num_samples == self.full_window[0]
         if not self.is_timing:
-            # Work beside this may have made all plans slow when they were compared, and those of large micro-batches
-            # most: these are what more than one core computes, and wait for the last of them.
-            if is_full and self._hears_times:
-                self._surprises = self._surprises + 1 if seconds < self._fastest.surprising else 0
-            if self._surprises >= self._convincing:
-                self._surprises, self._convincing = 0, 2 * self._convincing
-                self._largest.forget_times()
             return
         # An earlier run's times are for full windows, and are checked on those that are cut by them.
-        if is_full:
+        if not self.search.is_on and num_samples == self.full_window[0]:
             weights = self.weights(self.plan(num_samples, lengths), lengths)
             if self._fastest.is_belied(seconds, weights):  # another machine, or another load on it
-                self.search.known = 0
+                self.search.known, self.search.untold = 0, self._cutter.history.bounds[0]
                 self._largest.forget()
-                self._largest.forget_times()
         self._fastest.observe(seconds, num_samples, lengths)
 
     def settle(self, num_samples: int, lengths: Lengths = None) -> bool:
@@ -503,7 +481,7 @@ class Tuner:
         if self._fastest.timing is not None:
             if not self._fastest.compare():
                 return False
-            is_rising = self._fastest.is_still_rising() and not self.search.doubts_plateau
+            is_rising = self._fastest.rises and not self.search.doubts_plateau
             # The search may have ended because trials gained nothing any more. Those are cold runs: where warm windows
             # say otherwise they are right, and the search goes on; once, or it would swing to and fro.
             if is_rising and self.search.has_plateaued():
@@ -517,7 +495,6 @@ class Tuner:
     def resize(self, num_samples: int, lengths: Lengths = None) -> None:
         """Make ready for full windows of so many samples: it may take other sizes to be the fastest."""
         self._cutter.full_window = (num_samples, lengths)
-        self._surprises = 0
         if not self._learns or self.search.is_on:  # the search will settle on what is best for these windows
             return
         # Larger windows may have room for trials that were of no use in smaller ones.
@@ -576,3 +553,112 @@ class Tuner:
         # for it begins with what fits.
         if state["is_timing"]:
             self._largest.choose()
+
+
+class Attempt:
+    """One try at a window, as the module ``attempts`` has it: iterate, and say what became of each piece."""
+
+    __slots__ = ("_lengths", "_sizes", "_tuner", "is_timed", "num_samples", "replaced", "replays")
+
+    def __init__(
+        self, tuner: Tuner, num_samples: int, lengths: Lengths, sizes: Sequence[int] | None, *, is_timed: bool = False
+    ) -> None:
+        """Cut a window into these sizes; None to have them chosen one by one, as what is tried turns out."""
+        # Asked for pieces, and told what became of them; it keeps nothing of this attempt.
+        self._tuner = tuner
+        # The window, for a smaller attempt at it has to be cut from the same.
+        self.num_samples = num_samples
+        """Samples of the window."""
+        self._lengths = lengths
+        self._sizes = sizes  # None while they are chosen one by one: what is to be tried next depends on the last
+        self.is_timed = is_timed
+        """Whether the seconds of the whole window are wanted."""
+        self.replays = 0
+        """Attempts at this window that ran out of memory before."""
+        self.replaced: tuple[int, ...] = ()
+        """The plan in whose place this one is tried; empty for the first attempt."""
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        """Return the sizes of a plan; empty where they are chosen one by one."""
+        return tuple(self._sizes or ())
+
+    def __iter__(self) -> Iterator[Piece]:
+        """Return the pieces in their order; the next one is chosen when it is asked for."""
+        # What the tuner returns need not know its end yet: it goes on when the next piece is asked for, and by then it
+        # has heard what became of the last one.
+        if self._sizes is None:
+            return self._tuner.pieces(self.num_samples, self._lengths)
+        return iter(pieces_from(self._sizes, self._lengths))
+
+    def fitted(self, reading: Reading) -> None:
+        """Say that a trial ran well.
+
+        Raises:
+            NothingFitsError: it was of the smallest micro-batch, and passed the limit.
+        """
+        # That another piece ran well is no news: what ``committed`` says at the end is enough.
+        assert reading.peak_bytes is not None
+        # Its time and its peak may be those of a compiler. Lengths make each micro-batch a size of its own, whose peak
+        # is all that will ever be known of it.
+        if reading.is_cold and self._lengths is None and self._tuner.is_to_be_repeated(reading.piece.size):
+            return
+        self._tuner.observe(
+            reading.piece.size,
+            reading.peak_bytes,
+            None if reading.is_cold else reading.seconds,
+            reading.piece.length,
+            allocated_bytes=reading.allocated_bytes,
+            start_bytes=reading.start_bytes,
+            fell_short=reading.fell_short,
+        )
+
+    def ran_out(self, micro_batch: int, length: int, peak_bytes: int | None, limit_bytes: int) -> Attempt:
+        """Say that such a micro-batch ran out of memory, and return a smaller attempt at the same window.
+
+        Args:
+            micro_batch: its samples.
+            length: of its longest sample.
+            peak_bytes: what was reached.
+            limit_bytes: the limit now, which may be lower than when the window was planned.
+
+        Raises:
+            NothingFitsError: there is no smaller one.
+        """
+        tuner, num_samples, lengths = self._tuner, self.num_samples, self._lengths
+        # The plan that is given up, asked for before the tuner hears of the failure. In a search there was none, only
+        # sizes that grew. So where samples are alike, the plan of the size that failed stands for them.
+        old = tuner.cut(num_samples, micro_batch, 1) if lengths is None else tuner.plan(num_samples, lengths)
+        new = tuner.out_of_memory(
+            micro_batch, num_samples, lengths, length=length, peak_bytes=peak_bytes, limit_bytes=limit_bytes
+        )
+        smaller = Attempt(tuner, num_samples, lengths, new)
+        # It is not timed: ``committed`` would not pass it on.
+        smaller.replays, smaller.replaced = self.replays + 1, old
+        return smaller
+
+    def again(self) -> Attempt:
+        """Return another attempt in the same sizes, after one that ran out of memory that may be there by now."""
+        same = Attempt(self._tuner, self.num_samples, self._lengths, self._sizes)
+        same.replays = self.replays + 1
+        return same
+
+    def following(self, other: Attempt) -> Attempt:
+        """Return this as the attempt after another one at the same window, which ran out of memory."""
+        # The tuner has begun anew in between, so that it is no smaller attempt of the other's.
+        self.replays, self.is_timed = other.replays + 1, False
+        return self
+
+    def repeated(self, sizes: Sequence[int]) -> Attempt:
+        """Return another attempt in the sizes that this one came to; memory was enough for them."""
+        # Not in those that the tuner would choose by now, which may be others: the window is only to be run once more.
+        again = Attempt(self._tuner, self.num_samples, self._lengths, sizes, is_timed=self.is_timed)
+        again.replays = self.replays
+        return again
+
+    def committed(self, sizes: tuple[int, ...], seconds: float | None) -> None:
+        """Say that the window went well in these sizes, and in how many seconds where that was wanted."""
+        # A window that was rolled back took longer than one in these sizes does.
+        if seconds is not None and not self.replays:
+            self._tuner.timed(seconds, self.num_samples, self._lengths)
+        self._tuner.committed(sizes, self._lengths)

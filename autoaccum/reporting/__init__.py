@@ -1,8 +1,6 @@
 """Ways to look at a run, while it goes on and after: callbacks, and what reads the records that they keep."""
 
 from autoaccum.reporting.columns import Run, load_run
-from autoaccum.reporting.csv_file import CSVReporter
-from autoaccum.reporting.epochs import EpochLines
 from autoaccum.reporting.logs import LoggingReporter
 from autoaccum.reporting.mlflow_run import MLflowReporter
 from autoaccum.reporting.progress import ProgressBar
@@ -11,8 +9,6 @@ from autoaccum.reporting.wandb_run import WandbReporter
 from autoaccum.runs.records import RecordWriter, environment, read_records, write_json
 
 __all__ = [
-    "CSVReporter",
-    "EpochLines",
     "LoggingReporter",
     "MLflowReporter",
     "ProgressBar",

@@ -5,9 +5,9 @@ from __future__ import annotations
 import json
 import math
 import os
+from array import array
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -15,20 +15,17 @@ import numpy as np
 from numpy.typing import NDArray
 
 from autoaccum.errors import NoHistoryError
-from autoaccum.runs.files import open_regular, read_small
-from autoaccum.runs.records import FIELDS, HISTORY, documents, value_of
+from autoaccum.events import Finished, Resumed, Started, StepReport
+from autoaccum.runs.records import FIELDS, HISTORY, read_records
 
 Columns = Mapping[str, NDArray[Any]]
 
-# By name the dtypes of the columns of numbers, in the order in which they are kept; null is NaN.
-_WINDOWS: dict[str, np.dtype[Any]] = {}
-for _name, _kind in {"time": float, **FIELDS["StepReport"], "micro_batch": int, "accumulation_steps": int}.items():
-    if _kind in (int, float, float | None):
-        _WINDOWS[_name] = np.dtype(np.int64 if _kind is int else np.float64)
-_OUTPUT = "output"
-"""First part of the key of an output's column, beside its name, which is the user's and may be that of a field."""
-_ROWS = 20_000
-"""Make columns of so many lines at a time, for as objects windows take far more memory."""
+_WINDOWS = {
+    name: kind
+    for name, kind in {"time": float, **FIELDS["StepReport"], "micro_batch": int, "accumulation_steps": int}.items()
+    if kind in (int, float, float | None)
+}
+"""Types of the columns of numbers by their names; null is NaN."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -45,8 +42,6 @@ class Run:
     """Why the run ended; None while it runs, and when it was killed."""
     last_time: float | None
     """Unix seconds of the last record; None before the first."""
-    voided: int
-    """Number of windows that were trained again after a resume."""
     garbled: int
     """Number of lines of the history that hold no record."""
     config: Mapping[str, Any]
@@ -65,11 +60,6 @@ class Run:
         at = np.searchsorted(self.windows["step"], steps, side="right")
         return np.concatenate(([0], self.windows["num_samples"]))[at]
 
-    @property
-    def seconds(self) -> NDArray[np.float64]:
-        """Return the seconds of training after each window: those of validation and between processes are left out."""
-        return np.cumsum(self.windows["seconds"])
-
 
 def load_run(run_dir: str | os.PathLike[str]) -> Run:
     """Read what a run has recorded so far; it may go on meanwhile.
@@ -79,175 +69,73 @@ def load_run(run_dir: str | os.PathLike[str]) -> Run:
         OSError: it cannot be read.
     """
     path = Path(run_dir)
-    # In chunks, so that the file is never in memory as a whole; and as bytes, which JSON is read from anyway.
-    loading = _Loading()
     try:
-        with open(open_regular(path / HISTORY, os.O_RDONLY, links=True), "rb") as file:
-            while lines := list(islice(file, _ROWS)):
-                for document in documents(lines):
-                    loading.take(document)
-                loading.pack()
+        records = read_records(path / HISTORY, void=False)
     except OSError as error:
         if (path / HISTORY).is_file():
             raise
-        raise NoHistoryError(run_dir, HISTORY) from error  # nothing is there, or a pipe, which would never end
+        raise NoHistoryError(run_dir, HISTORY) from error
+    # Doubles, in which integers up to 2**53 are exact.
+    windows = {name: array("d") for name in _WINDOWS}
+    outputs: dict[str, array[float]] = {}
+    events: dict[str, list[tuple[float, Any]]] = {name: [] for name in FIELDS if name != "StepReport"}
+    finished: str | None = None
+    for record in records:
+        assert records.time is not None
+        if isinstance(record, StepReport):
+            _add(record, records.time, windows, outputs)
+            continue
+        events[type(record).__name__].append((records.time, record))
+        if isinstance(record, Started | Resumed | Finished):
+            finished = record.reason if isinstance(record, Finished) else None
     return Run(
         path=path,
-        windows=loading.windows(),
-        outputs=loading.outputs(),
-        events={name: _columns(name, rows) for name, rows in loading.events.items()},
-        finished=loading.finished,
-        last_time=loading.last_time,
-        voided=loading.voided,
-        garbled=loading.garbled,
+        windows={
+            name: np.array(column, np.int64 if _WINDOWS[name] is int else np.float64)
+            for name, column in windows.items()
+        },
+        outputs={name: np.array(column) for name, column in outputs.items()},
+        events={name: _columns(name, rows) for name, rows in events.items()},
+        finished=finished,
+        last_time=records.time,
+        garbled=records.garbled,
         config=_document(path / "config.json"),
         environment=_document(path / "environment.json"),
     )
 
 
-class _Loading:
-    """The columns of a run, while its lines come."""
-
-    def __init__(self) -> None:
-        self.events: dict[str, list[tuple[Any, ...]]] = {name: [] for name in FIELDS if name != "StepReport"}
-        self.finished: str | None = None
-        self.last_time: float | None = None
-        self.voided = 0
-        self.garbled = 0
-        self._rows: list[dict[Any, Any]] = []  # windows that are objects still
-        self._packed: list[dict[Any, NDArray[Any]]] = []  # those before them, as columns
-        self._last_step = 0
-        self._begun: dict[str, int] = {}  # by type, events before the last Started
-
-    def take(self, document: dict[str, Any] | None) -> None:
-        """Take what one line holds, None where that is no record."""
-        if document is None:
-            self.garbled += 1
-            return
-        name = document["type"]
-        try:
-            if name == "StepReport":
-                self._window(document)
-            elif name in FIELDS:
-                self._event(name, document)
-            else:  # of a newer version
-                return
-            if math.isfinite(seconds := float(document["time"])):
-                self.last_time = seconds
-        except (KeyError, TypeError, ValueError, OverflowError):  # JSON, with other fields or values than a record's
-            self.garbled += 1
-
-    def _window(self, document: dict[Any, Any]) -> None:
-        sizes = document.pop("micro_batches")
-        document["micro_batch"], document["accumulation_steps"] = max(sizes), len(sizes)
-        # Tensors are for whoever reads the records: a million windows of them would not be in memory.
-        outputs = document.pop("outputs", {})
-        if not isinstance(outputs, dict):
-            raise ValueError(f"{outputs!r} are no outputs")
-        document |= {(_OUTPUT, name): value for name, value in outputs.items() if not isinstance(value, list)}
-        if document["step"] <= self._last_step:  # a run from the beginning in the directory of another
-            # Without a checkpoint there is no Resumed: whatever was recorded before the last Started is of that other
-            # run, events that have no step included.
-            self._void(document["step"] - 1)
-            for name, count in self._begun.items():
-                del self.events[name][:count]
-            self._begun = {}
-        self._last_step = document["step"]
-        self._rows.append(document)
-
-    def _event(self, name: str, document: dict[str, Any]) -> None:
-        # Before anything is changed by it: an event whose values cannot be read is garbled, and nothing else.
-        values = [value_of(document[field], kind) for field, kind in FIELDS[name].items()]
-        if name == "Resumed":
-            self._resume(document["step"])
-        if name == "Started":
-            self._begun = {name: len(rows) for name, rows in self.events.items()}
-        if name in ("Resumed", "Started"):
-            self.finished = None
-        elif name == "Finished":
-            self.finished = document["reason"]
-        self.events[name].append((float(document["time"]), *values))
-
-    def _resume(self, step: int) -> None:
-        """Drop what came after this step, from which the run goes on; that it was resumed before stays."""
-        self._void(step)
-        for name, rows in self.events.items():
-            if "step" in FIELDS[name] and name != "Resumed":
-                at = 1 + list(FIELDS[name]).index("step")
-                rows[:] = [row for row in rows if row[at] <= step]
-        self._begun = {}
-
-    def _void(self, step: int) -> None:
-        """Drop the windows after this step."""
-        self.pack()
-        windows = self._joined()
-        kept = int(np.searchsorted(windows["step"], step, side="right"))
-        self.voided += len(windows["step"]) - kept
-        # What was packed at once may be kept in part only, so all parts become one.
-        self._packed = [{name: column[:kept] for name, column in windows.items()}]
-        self._last_step = step
-
-    def pack(self) -> None:
-        """Make columns of the rows; a window whose values cannot be read is garbled."""
-        rows, self._rows = self._rows, []
-        try:
-            self._packed.append(_packed(rows))
-        except (KeyError, TypeError, ValueError, OverflowError):
-            # One of them cannot be read: one by one, which is slow and rare, it shows which.
-            for row in rows:
-                try:
-                    self._packed.append(_packed([row]))
-                except (KeyError, TypeError, ValueError, OverflowError):
-                    self.garbled += 1
-
-    def windows(self) -> dict[str, NDArray[Any]]:
-        """Return the columns of the windows that are packed."""
-        return {name: column for name, column in self._joined().items() if isinstance(name, str)}
-
-    def outputs(self) -> dict[str, NDArray[Any]]:
-        """Return the columns of their outputs."""
-        return {name[1]: column for name, column in self._joined().items() if not isinstance(name, str)}
-
-    def _joined(self) -> dict[Any, NDArray[Any]]:
-        """Return all columns; in a part of the run that had no output of a name, that is NaN."""
-        parts = self._packed or [_packed([])]
-        joined = {}
-        for name in dict.fromkeys(name for part in parts for name in part):
-            lacking = (np.full(len(part["step"]), np.nan) if name not in part else part[name] for part in parts)
-            joined[name] = np.concatenate(list(lacking))
-        return joined
+def _add(
+    report: StepReport, time: float, windows: Mapping[str, array[float]], outputs: dict[str, array[float]]
+) -> None:
+    """Add the numbers of a window to the columns."""
+    sizes = report.micro_batches
+    made = {"time": time, "micro_batch": max(sizes), "accumulation_steps": len(sizes)}
+    # Tensors are for whoever reads the records: a million windows of them would not be in memory.
+    means = {name: value for name, value in report.outputs.items() if isinstance(value, float)}
+    for name in means:
+        outputs.setdefault(name, array("d", [math.nan] * len(windows["step"])))
+    for name, column in outputs.items():
+        column.append(means.get(name, math.nan))
+    for name, column in windows.items():
+        value = made[name] if name in made else getattr(report, name)
+        column.append(math.nan if value is None else value)
 
 
-def _packed(rows: list[dict[Any, Any]]) -> dict[Any, NDArray[Any]]:
-    """Return the rows as columns."""
-    # numpy reads null as NaN, and the texts of what JSON has not.
-    columns: dict[Any, NDArray[Any]]
-    columns = {name: np.array([row[name] for row in rows], dtype) for name, dtype in _WINDOWS.items()}
-    outputs = dict.fromkeys(key for row in rows for key in row if isinstance(key, tuple))
-    columns |= {name: np.array([row.get(name) for row in rows], np.float64) for name in outputs}
-    # A list in place of a number makes a matrix, and seconds are summed: neither would show later on.
-    if any(column.ndim != 1 for column in columns.values()) or not np.isfinite(columns["seconds"]).all():
-        raise ValueError("a value that no run has written")
-    return columns
-
-
-def _columns(name: str, rows: list[tuple[Any, ...]]) -> dict[str, NDArray[Any]]:
+def _columns(name: str, rows: list[tuple[float, Any]]) -> dict[str, NDArray[Any]]:
     """Return the events of a type as columns; what is neither an int nor a float is one of objects."""
-    kinds = {"time": float, **FIELDS[name]}
-    found = {}
-    for at, (column_of, kind) in enumerate(kinds.items()):
+    found = {"time": np.array([time for time, _ in rows], np.float64)}
+    for field_name, kind in FIELDS[name].items():
         dtype: Any = {int: np.int64, float: np.float64}.get(kind, object)
-        column = np.empty(len(rows), dtype)
-        for index, row in enumerate(rows):  # numpy would take a column of tuples for a matrix
-            column[index] = row[at]
-        found[column_of] = column
+        found[field_name] = column = np.empty(len(rows), dtype)
+        for index, (_, record) in enumerate(rows):  # numpy would take a column of tuples for a matrix
+            column[index] = getattr(record, field_name)
     return found
 
 
 def _document(path: Path) -> dict[str, Any]:
     """Return what a JSON file holds; a user may have edited it, so that anything may be in it."""
     try:
-        document = json.loads(read_small(path, links=True))
+        document = json.loads(path.read_bytes())
     except FileNotFoundError:
         return {}
     except OSError as error:

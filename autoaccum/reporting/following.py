@@ -4,18 +4,22 @@
 
     Started, Resumed, Notice    kept until something is trained, for a run that is finished has nothing to write
     any other record            begins; a Resumed among those kept says that the run goes on
+    StepReport, Validated       numbers of a step
+    any other event             a text
     Finished, an error          ends
 """
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable
-from pathlib import Path
 from typing import Any
 
 from autoaccum.events import Event, Finished, Notice, Record, Resumed, Started, StepReport, Validated
 from autoaccum.reporting.lines import line, means_of
+from autoaccum.reporting.progress import Teller
+
+FACTS = ("device", "num_steps", "num_samples", "limit_bytes")
+"""Fields of ``Started`` that are kept as parameters of a run."""
 
 
 class Follower:
@@ -24,6 +28,7 @@ class Follower:
     def __init__(self) -> None:
         self._kept: list[Record] = []  # what was told of a run for which nothing has begun yet
         self._is_open = False
+        self._step = 0  # the last one that was written
 
     def __call__(self, record: Record) -> None:
         """Take one record."""
@@ -32,7 +37,7 @@ class Follower:
             self._kept = [record]
         elif isinstance(record, Finished):
             if self._is_open:
-                self._told(record)
+                self._take(record)
             self.close(record.reason)
         elif self._is_open:
             self._take(record)
@@ -61,6 +66,7 @@ class Follower:
         kept, self._kept = self._kept, []
         started = next((record for record in kept if isinstance(record, Started)), None)
         resumed = next((record for record in kept if isinstance(record, Resumed)), None)
+        self._step = 0 if resumed is None else resumed.step
         self._begin(started, resumed)
         self._is_open = True
         for record in kept:
@@ -68,12 +74,13 @@ class Follower:
                 self._take(record)
 
     def _take(self, record: Record) -> None:
+        self._step = getattr(record, "step", self._step)  # a notice has none
         if isinstance(record, StepReport):
-            self._window(record)
+            self._numbers(numbers_of(record), self._step)
         elif isinstance(record, Validated):
-            self._validation(record)
+            self._numbers(validation_of(record), self._step)
         else:
-            self._told(record)
+            self._text(text_of(record), self._step)
 
     # What each of them does otherwise.
 
@@ -81,16 +88,12 @@ class Follower:
         """Begin with a run; ``resumed`` says from where one goes on."""
         raise NotImplementedError
 
-    def _window(self, report: StepReport) -> None:
-        """Write a window."""
+    def _numbers(self, values: dict[str, float], step: int) -> None:
+        """Write numbers of a window or a validation."""
         raise NotImplementedError
 
-    def _validation(self, validated: Validated) -> None:
-        """Write a validation."""
-        raise NotImplementedError
-
-    def _told(self, event: Event) -> None:
-        """Write any other event."""
+    def _text(self, text: str, step: int) -> None:
+        """Write what another event says."""
         raise NotImplementedError
 
     def _end(self, reason: str) -> None:
@@ -98,9 +101,25 @@ class Follower:
         raise NotImplementedError
 
 
+class KnownFollower(Follower):
+    """One that writes to a service, which knows the run by an id; checkpoints keep it, so a resumed run is the same."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._id: str | None = None
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the id by which the service knows the run."""
+        return {"id": self._id}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Take it from a checkpoint."""
+        self._id = state["id"]
+
+
 def heard(callbacks: Iterable[Any], *, is_first: bool) -> list[Any]:
-    """Return the callbacks that are called on a rank: on all but the first none that writes the run elsewhere."""
-    return [callback for callback in callbacks if is_first or not isinstance(callback, Follower)]
+    """Return the callbacks that are called on a rank: only the first one calls those that write or show the run."""
+    return [callback for callback in callbacks if is_first or not isinstance(callback, Follower | Teller)]
 
 
 def tell_failure(callbacks: Iterable[object], error: BaseException) -> None:
@@ -146,18 +165,3 @@ def validation_of(validated: Validated) -> dict[str, float]:
 def text_of(event: Event) -> str:
     """Return what an event says, in one line: its name where nothing else is to be said."""
     return " ".join((line(event) or type(event).__name__).split())
-
-
-def kept_of(directory: Path | None, name: str) -> dict[str, Any]:
-    """Return what an earlier process has kept in the run's directory about where else the run is; empty without it."""
-    if directory is None or not (directory / name).is_file():
-        return {}
-    found = json.loads((directory / name).read_text(encoding="utf-8"))
-    return found if isinstance(found, dict) else {}
-
-
-def keep(directory: Path | None, name: str, **facts: Any) -> None:
-    """Keep in the run's directory, where it has one, where else the run is."""
-    if directory is not None:
-        directory.mkdir(parents=True, exist_ok=True)
-        (directory / name).write_text(json.dumps(facts), encoding="utf-8")

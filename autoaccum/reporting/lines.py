@@ -1,13 +1,16 @@
-"""The lines in which a run is told to people: the same in a progress bar, in a log and in a report."""
+"""The text of a run: of the progress bar, the log, the report and results."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
+from html import escape
 from itertools import pairwise
 from math import isfinite
 
 from autoaccum._units import format_bytes
 from autoaccum.events import (
+    HYPOTHESES,
     Compiled,
     Event,
     Finished,
@@ -29,7 +32,6 @@ from autoaccum.events import (
     Verified,
     Waiting,
 )
-from autoaccum.loss.hypotheses import WORDS
 from autoaccum.memory import clock
 
 NEWS = 1.2
@@ -186,8 +188,6 @@ def line(event: Event) -> str | None:
         return f"step {event.step}: skipped ({event.reason})"
     if isinstance(event, OutOfMemory) and event.phase == "validation":  # in training a re-plan says it
         return f"step {event.step}: out of memory in validation at a micro-batch of {event.micro_batch}"
-    if isinstance(event, OutOfMemory) and event.phase == "optimizer":
-        return f"step {event.step}: out of memory in the optimizer step; nothing was written, so it runs again"
     if isinstance(event, Waiting):
         where = " in validation" if event.phase == "validation" else ""
         return (
@@ -228,7 +228,7 @@ def verified_text(event: Verified) -> str:
     cuts = ", ".join("+".join(map(str, sizes)) for sizes in event.cuts)
     verdict = "exact" if event.passed else "not exact"
     where = "" if event.passed or event.tensor is None else f" in {event.tensor}"
-    loss = WORDS[event.hypothesis]
+    loss = HYPOTHESES[event.hypothesis]
     allowed = _allowed(event)
     return (
         f"step {event.step}: micro-batches are weighted: {verdict}, relative error {event.error:.1e}{where} "
@@ -324,3 +324,56 @@ def counted(number: int, noun: str) -> str:
     ('1 step', '2000 steps')
     """
     return f"{number} {noun}{'' if number == 1 else 's'}"
+
+
+def format_rate(per_second: float) -> str:
+    """Format a rate for people.
+
+    >>> format_rate(17023.4), format_rate(17.0234)
+    ('17,023', '17.02')
+    """
+    return f"{per_second:,.0f}" if per_second >= 1000 else f"{per_second:.4g}"
+
+
+def format_seconds(seconds: float) -> str:
+    """Format a duration for people.
+
+    >>> [format_seconds(s) for s in (0.0123, 1.5, 75, 7380, 200_000)]
+    ['12 ms', '1.5 s', '1 min 15 s', '2 h 3 min', '2 d 7 h']
+    """
+    if not math.isfinite(seconds):
+        return "unknown"
+    if seconds < 1:
+        return f"{1000 * seconds:.2g} ms" if seconds < 0.001 else f"{1000 * seconds:.0f} ms"
+    if seconds < 60:
+        return f"{seconds:.1f} s"
+    # The largest unit that there is one of, and of the next smaller one the rest.
+    units = ((86400, "d"), (3600, "h"), (60, "min"), (1, "s"))
+    for (size, name), (part, part_name) in pairwise(units):
+        if seconds >= size:
+            rest = int(seconds % size) // part
+            return f"{int(seconds // size)} {name}" + (f" {rest} {part_name}" if rest else "")
+    raise AssertionError(seconds)
+
+
+Facts = dict[str, object]
+"""What is shown, by its name."""
+
+
+def as_line(title: str, facts: Facts) -> str:
+    """Return facts as the ``repr`` of an object.
+
+    >>> as_line("Result", {"steps": 3, "loss": 0.5})
+    'Result(steps=3, loss=0.5)'
+    """
+    return f"{title}({', '.join(f'{name}={value}' for name, value in facts.items())})"
+
+
+def as_table(title: str, facts: Facts) -> str:
+    """Return facts as a table in HTML, as notebooks show it.
+
+    >>> as_table("Result", {"steps": 3})
+    '<table><caption>Result</caption><tr><th>steps</th><td>3</td></tr></table>'
+    """
+    rows = "".join(f"<tr><th>{escape(name)}</th><td>{escape(str(value))}</td></tr>" for name, value in facts.items())
+    return f"<table><caption>{escape(title)}</caption>{rows}</table>"

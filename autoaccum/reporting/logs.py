@@ -8,10 +8,14 @@ from autoaccum._checks import number_between
 from autoaccum.events import Notice, Record, Started, StepReport
 from autoaccum.memory import clock
 from autoaccum.reporting.lines import Narrator, state_text
+from autoaccum.reporting.progress import Teller
 
 
-class LoggingReporter:
-    """A callback that logs a line per event, and at most every so often how far the run is."""
+class LoggingReporter(Teller):
+    """A callback that logs a line per event, and at most every so often how far the run is.
+
+    On several ranks only the first one logs.
+    """
 
     def __init__(self, logger: logging.Logger | None = None, every: float = 30.0) -> None:
         """Log to ``logger``, or the one named ``autoaccum``; ``every`` is in seconds.

@@ -1,4 +1,4 @@
-"""A run, or several side by side, as one page of HTML that needs no network and runs no script."""
+"""The report: one page of HTML for a run or several, that needs no network and runs no script."""
 
 from __future__ import annotations
 
@@ -12,13 +12,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from autoaccum._units import format_bytes
 from autoaccum._version import __version__
 from autoaccum.memory import clock
-from autoaccum.reporting.amounts import format_seconds
 from autoaccum.reporting.columns import Run, load_run
 from autoaccum.reporting.facts import Facts, facts_of, replans
-from autoaccum.reporting.lines import cut_text
+from autoaccum.reporting.lines import cut_text, format_seconds
 from autoaccum.reporting.plots import pictures, svg
 
 if TYPE_CHECKING:
@@ -93,10 +91,8 @@ def write_page(path: Path, title: str, body: str) -> None:
 
 def _one(run: Run, facts: Facts, figures: str) -> str:
     """Return the body of a page about one run."""
-    parts = [html_head(facts.title, _what(facts), run.environment)]
-    if facts.load is not None:
-        parts.append(f"<p><code>{escaped(facts.load.text)}</code> {escaped(facts.load.effect)}</p>")
-    parts += [
+    parts = [
+        html_head(facts.title, _what(facts), run.environment),
         html_table(("", ""), facts.rows().items()),
         figures,
         *_tables(run),
@@ -159,14 +155,10 @@ def _known(run: Run) -> dict[str, Any]:
 
 
 def _tables(run: Run) -> list[str]:
-    """Return the tables of plans, notices, measured gradients and ranks; empty texts for those without a row."""
+    """Return the tables of plans and notices; empty texts for those without a row."""
     return [
         _table("Plans", ("from step", "from", "to", "why"), _plans(run), _SIZES),
         _table("Notices", ("cause", "consequence", "cure"), _rows(run, "Notice", "cause", "consequence", "cure")),
-        _table("Gradients of split batches", ("step", "micro-batches", "relative error", "most in", "samples"),
-               [*_errors(run, "Verified", "weighted"), *_errors(run, "Joined", "joined")]),
-        _table("Ranks", ("rank", "samples of a batch", "micro-batches", "peak", "limit", "computed", "waited"),
-               _ranks(run)),
     ]  # fmt: skip
 
 
@@ -184,32 +176,6 @@ def _plans(run: Run) -> list[tuple[str, ...]]:
     found += [(step, at, f"memory saving {old}", new, why) for step, at, old, new, why in _rows(
         run, "MemorySaving", "step", "time", "old", "new", "reason")]  # fmt: skip
     return [(f"{step:,}", *rest) for step, _, *rest in sorted(found, key=lambda plan: plan[:2])]
-
-
-def _errors(run: Run, event: str, rule: str) -> list[tuple[str, ...]]:
-    """Return the measured errors of gradients."""
-    fields = _rows(run, event, "step", "error", "tolerance", "tensor", "samples")
-    return [
-        (f"{step:,}", rule, f"{error:.1e} ({tolerance:.0e} allowed)", tensor or "", f"{samples:,}")
-        for step, error, tolerance, tensor, samples in fields
-    ]
-
-
-def _ranks(run: Run) -> list[tuple[str, ...]]:
-    """Return each rank's last plan and memory, and its seconds of the whole run."""
-    shared = run.events["Shared"]
-    if not len(shared["step"]):
-        return []
-    rows = []
-    for rank, sizes in enumerate(shared["micro_batches"][-1]):
-        memory = (format_bytes(shared[field][-1][rank]) for field in ("peak_bytes", "limit_bytes"))
-        # An earlier process may have had fewer ranks.
-        busy, waited = (
-            format_seconds(sum(seconds[rank] for seconds in shared[field] if rank < len(seconds)))
-            for field in ("busy_seconds", "waited_seconds")
-        )
-        rows.append((f"{rank}", f"{sum(sizes):,}", cut_text(sizes) if sizes else "-", *memory, busy, waited))
-    return rows
 
 
 # What pages of runs and of sweeps are made of.

@@ -1,4 +1,4 @@
-"""Pictures of runs, by matplotlib: at most a few thousand points each, however long the run was."""
+"""The charts of a report, by matplotlib: at most a few thousand points each, however long the run was."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from autoaccum.errors import MissingExtraError
 from autoaccum.reporting.columns import Run
-from autoaccum.reporting.facts import replans
+from autoaccum.reporting.facts import replans, validated_values
 
 try:
     import matplotlib
@@ -61,37 +61,36 @@ def pictures(runs: Mapping[str, Run]) -> dict[str, Figure]:
     """Draw runs in the same axes; return the pictures by their titles, none before the first step.
 
     Args:
-        runs: by their labels. A single run has its events, its prediction and its plans as well.
+        runs: by their labels. A single run has its events and its plans as well.
     """
     drawn = [(label, run, f"C{at % 10}") for at, (label, run) in enumerate(runs.items()) if len(run)]
     alone = drawn[0][1] if len(runs) == 1 and drawn else None
     found: dict[str, Figure] = {}
 
     @contextmanager
-    def axes_of(title: str, x_label: str = "samples") -> Iterator[Axes]:
+    def axes_of(title: str) -> Iterator[Axes]:
         figure = found[title] = Figure(figsize=SIZE, layout="constrained")
         axes = figure.add_subplot()
         yield axes
-        axes.set(xlabel=x_label)
+        axes.set(xlabel="samples")
         axes.set_title(title, pad=16)
-        if x_label == "samples":
-            axes.xaxis.set_major_formatter(EngFormatter(sep=""))
+        axes.xaxis.set_major_formatter(EngFormatter(sep=""))
         if alone is not None:
             _mark_events(axes, alone)
         figure.legend(*axes.get_legend_handles_labels(), loc="outside lower left", ncols=3, handlelength=1.6)
 
-    def curves(title: str, values: Callable[[Run], Values], metric: str = "", *, over_time: bool = False) -> None:
+    def curves(title: str, values: Callable[[Run], Values], metric: str = "") -> None:
         """Draw a curve of each run, and points of its validations."""
         shown = []
-        with axes_of(title, "seconds of training" if over_time else "samples") as axes:
+        with axes_of(title) as axes:
             for label, run, color in drawn:
-                x, y = run.seconds if over_time else run.windows["num_samples"], values(run)
+                x, y = run.windows["num_samples"], values(run)
                 is_long = len(x) >= 2 * SMOOTH
                 if alone is not None and is_long:
                     axes.plot(*thinned(x, y), color=color, alpha=0.3, linewidth=0.8, label="each step")
                 name = label if alone is None else "mean of steps" if is_long else "each step"
                 axes.plot(*thinned(x, y, SMOOTH if is_long else POINTS), color=color, label=name)
-                points = _validated(run, metric)
+                points = validated_values(run, metric)
                 if np.isfinite(points).any():
                     steps = np.searchsorted(run.windows["step"], run.events["Validated"]["step"], "right")
                     name = "validation" if alone is not None else f"{label}, validation"
@@ -114,8 +113,6 @@ def pictures(runs: Mapping[str, Run]) -> dict[str, Figure]:
         return found
     with matplotlib.rc_context(STYLE):
         curves("Loss", column("loss"), "loss")
-        if alone is None:
-            curves("Loss over time", column("loss"), "loss", over_time=True)
         for name in _names([run for _, run, _ in drawn]):
             curves(name, output(name), name)
         with axes_of("Memory, MiB") as axes:
@@ -127,8 +124,6 @@ def pictures(runs: Mapping[str, Run]) -> dict[str, Figure]:
                 if limit.min() <= FAR * most:
                     name = "limit" if alone is not None else f"{label}, limit"
                     axes.plot(*thinned(x, limit / 2**20), "--", color=color, linewidth=1, label=name)
-            if alone is not None:
-                axes.plot(*_predicted(alone), "C1:", drawstyle="steps-post", label="predicted")
             axes.set_ylim(bottom=0)
         if alone is not None:
             sizes = {"effective batch": alone.windows["effective_batch"], "micro-batch": alone.windows["micro_batch"]}
@@ -196,30 +191,8 @@ def _mark_events(axes: Axes, run: Run) -> None:
             axes.plot(x, np.full(len(x), 1.04), marker=marker, color=color, label=event, **style)
 
 
-def _predicted(run: Run) -> tuple[Values, Values]:
-    """Return the predicted peaks in MiB, over samples; a re-plan has no prediction."""
-    planned, replanned = run.events["Planned"], run.events["Replanned"]
-    rows = [*zip(planned["time"], planned["step"], planned["predicted_bytes"], strict=True)]
-    rows += [(at, step, None) for at, step in zip(replanned["time"], replanned["step"], strict=True)]
-    rows.sort(key=lambda row: row[0])
-    if not rows:
-        return np.zeros(0), np.zeros(0)
-    values = [np.nan if predicted is None else predicted / 2**20 for *_, predicted in rows]
-    x = run.samples_at(np.array([step for _, step, _ in rows], np.int64))
-    return np.append(x, run.windows["num_samples"][-1]), np.append(values, values[-1])
-
-
 def _names(runs: Sequence[Run]) -> list[str]:
     """Return the names of outputs and metrics that have a finite value."""
     outputs = [name for run in runs for name, values in run.outputs.items() if np.isfinite(values).any()]
     metrics = [name for run in runs for values in run.events["Validated"]["metrics"] for name in values]
     return list(dict.fromkeys([*outputs, *metrics]))[:MOST_OUTPUTS]
-
-
-def _validated(run: Run, metric: str) -> Values:
-    """Return what validations report of that name, the loss among them; NaN where they report none."""
-    validated = run.events["Validated"]
-    if metric == "loss":
-        losses: Values = validated["loss"]
-        return losses
-    return np.array([metrics.get(metric, np.nan) for metrics in validated["metrics"]], np.float64)

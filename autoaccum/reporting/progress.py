@@ -1,4 +1,4 @@
-"""A progress bar over samples, and a summary at the end."""
+"""The progress bar over samples, by tqdm; its text is made in ``lines.py``."""
 
 from __future__ import annotations
 

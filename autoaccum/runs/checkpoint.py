@@ -1,7 +1,7 @@
 """Checkpoints in a directory: each is there as a whole or not at all, whenever the process is killed or the disk full.
 
-A checkpoint is a directory, ``step-00001234``, of weights that any reader of safetensors understands, the rest of the
-state, and a manifest with the checksums of both and of itself. It is written beside, brought to the disk, and renamed.
+A checkpoint is a directory, ``step-00001234``, of weights that ``torch.load`` reads, the rest of the state, and a
+manifest with the checksums of both and of itself. It is written beside, brought to the disk, and renamed.
 Names that begin with ``.step-`` are unfinished or being deleted: the next writer removes them.
 
 ``every``, ``newest`` and ``best`` find checkpoints, and take no lock; ``Checkpoints`` writes them.
@@ -14,42 +14,33 @@ import json
 import os
 import re
 import shutil
-import stat
-import threading
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
+from functools import partial
 from pathlib import Path
 from typing import Any
-
-import torch
 
 from autoaccum.errors import (
     CheckpointCorruptError,
     CheckpointError,
     CheckpointStateError,
-    CheckpointUnsafeError,
     CheckpointWriteError,
 )
 from autoaccum.memory import clock
-from autoaccum.memory.cpu import CpuMemory
-from autoaccum.memory.oom import RanOut, attempt, is_out_of_memory
-from autoaccum.runs import parted, parts, states, tensor_files
-from autoaccum.runs.files import open_regular, read_small, sync_directory
-from autoaccum.runs.lock import DirectoryLock
-from autoaccum.runs.writers import Writers
+from autoaccum.runs import parted, states
+from autoaccum.runs.files import DirectoryLock, Save, sync_directory, write_durably
+from autoaccum.runs.writers import Writers, Written
 
 FORMAT = 1
 """Version of a checkpoint's files and of the state in them; one with another is refused, not guessed at."""
-WEIGHTS, STATE, MANIFEST = "model.safetensors", "state.safetensors", "manifest.json"
+WEIGHTS, STATE, MANIFEST = "model.pt", "state.pt", "manifest.json"
 """Names of a checkpoint's files."""
-_TREE = "tree"
-"""The tensor that holds the JSON: a header of safetensors has a limit, 100 MB."""
+WEIGHTS_IN_PARTS = "model-in-parts.pt"
+"""Name in place of ``WEIGHTS`` where some weights lie in the files of several ranks."""
 _NAME = re.compile(r"step-\d+(\.replaced)?")
 """Names of checkpoints that count: ``.replaced`` is one that is whole while another of its step takes its place."""
-_PICKLES = (b"PK\x03\x04", *(b"\x80%c" % protocol for protocol in range(2, 6)))
-"""How a file of ``torch.save``, and a bare pickle, begin."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -78,12 +69,10 @@ class Checkpoint:
 
         Raises:
             CheckpointCorruptError: there is no manifest, or it is not as it was written.
-            CheckpointUnsafeError: it names other files than ours.
         """
         manifest = path / MANIFEST
         try:
-            _check_is_file(manifest)
-            document = json.loads(read_small(manifest))
+            document = json.loads(manifest.read_bytes())
         except OSError as error:
             raise CheckpointCorruptError(manifest, f"cannot be read: {error.strerror}") from None
         except (ValueError, RecursionError):
@@ -92,15 +81,11 @@ class Checkpoint:
             raise CheckpointCorruptError(manifest, "is not a manifest")
         # Looked at first: another version may compute the checksum otherwise, and "changed" would be a wrong word.
         if document.get("format") != FORMAT:
-            cure = "Resume with that version, or load its model.safetensors."
+            cure = "Resume with that version, or load its model.pt."
             raise CheckpointCorruptError(manifest, "was written by another version of autoaccum", cure=cure)
         # Checked before anything in it is believed. It tells of torn files; an attacker could compute it anew.
         if document.pop("checksum", None) != _checksum(document):
             raise CheckpointCorruptError(manifest, "was changed after it was written")
-        # A manifest from a stranger could name any file of the reader's.
-        others = document["files"].keys() - {STATE}
-        if STATE not in document["files"] or not (others == {WEIGHTS} or all(map(parts.is_file, others))):
-            raise CheckpointUnsafeError(manifest, f"names the files {', '.join(document['files'])}")
         document.pop("format")
         files = {name: (size, digest) for name, (size, digest) in document.pop("files").items()}
         return cls(path=path, **document, files=files)
@@ -114,18 +99,17 @@ class Checkpoint:
 
         Raises:
             CheckpointCorruptError: a file is missing, or not as it was written.
-            CheckpointUnsafeError: a file lies elsewhere.
         """
         rank, num_ranks = share
         for index, (name, (size, digest)) in enumerate(sorted(self.files.items())):
             path = self.path / name
             try:
-                found = _check_is_file(path)
+                found = path.stat().st_size
                 if found != size:  # said with both numbers, and without reading gigabytes first
                     raise CheckpointCorruptError(path, f"has {found} bytes, not the {size} that were written")
-                if parts.is_file(name) and index % num_ranks != rank:
+                if parted.is_file(name) and index % num_ranks != rank:
                     continue
-                with open(open_regular(path, os.O_RDONLY), "rb") as file:
+                with open(path, "rb") as file:
                     if hashlib.file_digest(file, "sha256").hexdigest() != digest:
                         raise CheckpointCorruptError(path, "was changed after it was written")
             except OSError as error:
@@ -137,36 +121,18 @@ class Checkpoint:
         There they belong: ``load_state_dict`` of models and optimizers moves them to where the parameters are, while
         random states and counters have to stay. In the place of tensors that lie on several ranks there is ``Parted``.
 
+        Args:
+            share: (rank, number of ranks): which of the files this rank compares with their checksums.
+
         Raises:
             CheckpointCorruptError: a file is not as it was written.
-            CheckpointUnsafeError: a file lies elsewhere, or could execute code.
+            CheckpointUnsafeError: a file could execute code.
         """
         # Read twice: once for the checksums and once to be used. Files of this size are in the page cache by then.
         self.verify(share)
-        first = next((name for name in (WEIGHTS, parts.file_of(parts.MODEL, 0)) if name in self.files), None)
-        weights, others = {} if first is None else self._read(first), self._read(STATE)
-        # The checksums are right: whatever is wrong from here on, somebody else wrote the tree.
-        tree: Any = None
-        if _TREE in others:
-            with suppress(ValueError, RecursionError):
-                tree = json.loads(others.pop(_TREE).numpy().tobytes())
-        if tree is None:
-            raise CheckpointCorruptError(self.path / STATE, "holds no tree of a state")
-        files = parted.Files(self.path, list(filter(parts.is_file, self.files)))
-        return states.unpack(states.Packed(tree=tree, weights=weights, others=others, files=files))
-
-    def _read(self, name: str) -> tensor_files.Tensors:
-        path = self.path / name
-        try:
-            return tensor_files.read(path)
-        except Exception as error:
-            if is_out_of_memory(error):
-                raise
-            # Only to say which error it is: safetensors has refused the file, and unpickles nothing.
-            with open(path, "rb") as file:
-                if file.read(4).startswith(_PICKLES):
-                    raise CheckpointUnsafeError(path, "is a pickle, which can execute code when it is read") from None
-            raise CheckpointCorruptError(path, f"is not a safetensors file ({error})") from None
+        files = parted.Files(self.path, list(filter(parted.is_file, self.files)))
+        weights = WEIGHTS if WEIGHTS in self.files else WEIGHTS_IN_PARTS
+        return states.read(self.path / weights, files), states.read(self.path / STATE, files)
 
 
 def every(directory: Path) -> tuple[list[Checkpoint], tuple[str, ...]]:
@@ -209,7 +175,7 @@ def _first_whole(found: list[Checkpoint], skipped: tuple[str, ...]) -> tuple[Che
 
 
 class Checkpoints:
-    """The writer of one run's checkpoints, in the background; the directory is this run's until ``close``."""
+    """The writer of one run's checkpoints; the directory is this run's until ``close``."""
 
     def __init__(self, directory: Path, *, keep: int = 2) -> None:
         """Take the directory, made where there is none.
@@ -224,10 +190,6 @@ class Checkpoints:
         """
         self.directory = directory
         self.keep = keep
-        # At most one checkpoint is being written; what goes wrong with it is raised by the next ``wait`` or ``save``.
-        self._thread: threading.Thread | None = None
-        self._error: BaseException | None = None
-        self._copied_bytes = 0  # the most that a copy in the host's memory has taken
         try:
             directory.mkdir(parents=True, exist_ok=True)
             self._lock = DirectoryLock(directory)
@@ -250,10 +212,9 @@ class Checkpoints:
         state: Any,
         facts: Mapping[str, Any] | None = None,
         is_best: bool = False,
-        background: bool = True,
         writers: Writers | None = None,
     ) -> Path:
-        """Write a checkpoint; one of the same step is replaced. It is whole once ``wait`` or the next save returns.
+        """Write a checkpoint, with one tensor at a time copied to the host; one of the same step is replaced.
 
         Args:
             step: optimizer steps that were taken.
@@ -261,31 +222,28 @@ class Checkpoints:
             state: everything else.
             facts: JSON for people and tools to read: samples, losses.
             is_best: keep it until there is another best one.
-            background: copy all tensors to the host, as many bytes again, and write them while training goes on.
-                Otherwise, and where the host has no room for that, return when it is written, with one tensor at a
-                time copied.
-            writers: the ranks that write it together, where the model is sharded over several: not in the background.
+            writers: the ranks that write it together, where the model is sharded over several.
 
         Returns:
-            Where it will be.
+            Where it is.
 
         Raises:
             CheckpointStateError: there is something in the state that cannot be kept; nothing was written.
-            CheckpointWriteError: it, or the one before, could not be written.
+            CheckpointWriteError: it could not be written.
         """
-        self.wait()
-        # Before any tensor is copied: what cannot be kept is refused here and not in a thread, where nobody waits.
         try:
             noted = json.loads(json.dumps(dict(facts or {})))
         except (TypeError, ValueError) as error:
             raise CheckpointStateError(
                 "facts", f"no JSON ({error})", "Give numbers, strings, lists and dicts."
             ) from None
-        # With a copy the caller may change every tensor at once; without one ``save`` returns when all is written.
-        packed = states.pack(weights, state)
-        if packed.distributed and writers is None:
+        name = WEIGHTS if writers is None else WEIGHTS_IN_PARTS
+        found = {name: states.of_weights(weights), STATE: states.examined(state)}
+        parts = {name: tensor for one in found.values() for name, tensor in one.parts.items()}
+        if writers is None and parts:
             raise CheckpointStateError("weights", "a part of what other ranks have the rest of", "Gather it first.")
-        copied = self._copied(packed) if background and writers is None else None
+        files: dict[str, Save] = {name: one.save for name, one in found.items()}
+        num_bytes = sum(one.num_bytes for one in found.values())
         self._serial += 1
         manifest = {
             "format": FORMAT,
@@ -296,80 +254,37 @@ class Checkpoints:
             "facts": noted,
         }
         path = self.directory / f"step-{step:08d}"
-        if copied is not None:
-            # The thread is no daemon: a process that ends finishes it first.
-            self._thread = threading.Thread(target=self._write_behind, args=(path, copied, manifest), name="checkpoint")
-            self._thread.start()
-        else:
-            self._write(path, packed, manifest, writers)
+        self._write(path, files, num_bytes, manifest, None if writers is None else partial(writers.write, parts))
         return path
 
-    def wait(self) -> None:
-        """Wait until nothing is being written.
-
-        Raises:
-            CheckpointWriteError: the last one could not be written; said once.
-        """
-        if self._thread is not None:
-            self._thread.join()
-            self._thread = None
-        if self._error is not None:
-            error, self._error = self._error, None  # so that ``close`` does not say it again
-            raise error
-
     def close(self) -> None:
-        """Finish writing and give the directory back.
-
-        Raises:
-            CheckpointWriteError: the last one could not be written.
-        """
-        try:
-            self.wait()
-        finally:
-            self._lock.release()
-
-    def _copied(self, packed: states.Packed) -> states.Packed | None:
-        """Return a copy in the host's memory; None where there is no room for it."""
-        host = CpuMemory()
-        # Pinned memory stays with the process and is used again: what an earlier copy took is there.
-        if packed.num_bytes - self._copied_bytes > host.limit() - host.used():
-            return None
-        copied = attempt(packed.copied)
-        if isinstance(copied, RanOut):
-            return None
-        self._copied_bytes = max(self._copied_bytes, packed.num_bytes)
-        return copied
-
-    def _write_behind(self, path: Path, packed: states.Packed, manifest: dict[str, Any]) -> None:
-        try:
-            self._write(path, packed, manifest)
-        except BaseException as error:
-            self._error = error  # an error that a thread raises would go to nobody
+        """Give the directory back."""
+        self._lock.release()
 
     def _write(
-        self, path: Path, packed: states.Packed, manifest: dict[str, Any], writers: Writers | None = None
+        self,
+        path: Path,
+        files: Mapping[str, Save],
+        num_bytes: int,
+        manifest: dict[str, Any],
+        write_parts: Callable[[Path], Written] | None = None,
     ) -> None:
         # Under a name that counts for nothing until all of it is on the disk: files, their names, then its own.
-        partial = self._hidden(path, "partial")
-        packed.wait()
+        unfinished = self._hidden(path, "partial")
         try:
-            partial.mkdir()
-            tree = torch.frombuffer(bytearray(json.dumps(packed.tree).encode()), dtype=torch.uint8)
-            if writers is None:
-                files = {WEIGHTS: tensor_files.write(partial / WEIGHTS, packed.weights)}
-            else:
-                files = writers.write(packed, partial)
-            files[STATE] = tensor_files.write(partial / STATE, {**packed.others, _TREE: tree})
+            unfinished.mkdir()
+            written = {} if write_parts is None else write_parts(unfinished)
+            written |= {name: write_durably(unfinished / name, save) for name, save in files.items()}
             # The manifest comes last, and with it the checksums: without it there is no checkpoint.
-            document = {**manifest, "files": files}
+            document = {**manifest, "files": written}
             text = json.dumps({**document, "checksum": _checksum(document)}, indent=1)
-            tensor_files.write_durably(partial / MANIFEST, [text.encode()])
-            sync_directory(partial)
-            self._put(partial, path)
+            write_durably(unfinished / MANIFEST, lambda file: file.write(text.encode()))
+            sync_directory(unfinished)
+            self._put(unfinished, path)
         except OSError as error:
-            raise CheckpointWriteError(path, packed.num_bytes, error.strerror or repr(error)) from None
+            raise CheckpointWriteError(path, num_bytes, error.strerror or repr(error)) from None
         finally:
-            shutil.rmtree(partial, ignore_errors=True)  # what was begun and failed; nothing once it was renamed
+            shutil.rmtree(unfinished, ignore_errors=True)  # what was begun and failed; nothing once it was renamed
         self._prune()
 
     def _put(self, partial: Path, path: Path) -> None:
@@ -413,11 +328,3 @@ class Checkpoints:
 def _checksum(document: dict[str, Any]) -> str:
     # Of the content and not of the bytes, so that the checksum can stand in the file itself.
     return hashlib.sha256(json.dumps(document, sort_keys=True).encode()).hexdigest()
-
-
-def _check_is_file(path: Path) -> int:
-    """Return the file's size in bytes; refuse a link, which could lead anywhere, and a pipe, which would never end."""
-    status = os.lstat(path)  # of a link itself, not of what it leads to
-    if not stat.S_ISREG(status.st_mode):
-        raise CheckpointUnsafeError(path, "is not a regular file")
-    return status.st_size

@@ -1,4 +1,4 @@
-"""What was asked of a run, in plain values that its directory keeps, and in what two of them differ."""
+"""Plain values of what was asked of a run, for its directory, and the names of those that differ."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from autoaccum.distributed.fsdp import class_of
 from autoaccum.planning.schedule_kinds import Schedule
-from autoaccum.ranks.units import class_of
 
 ONLY_HOW = ("foreach", "fused", "capturable", "differentiable")
 """Options of optimizers that decide how a step is computed, which may depend on the device, and not what comes of it.

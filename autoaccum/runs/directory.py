@@ -9,7 +9,6 @@
         environment.json    on what it runs and by which command: see records.py
         window              the window that is being run, in a few bytes that outlive the process: see window_mark.py
         kills.json          how often the kernel had killed for lack of memory when the run began
-        oom-7.json          what held the memory when it ran out in window 7: see oom_files.py
 """
 
 from __future__ import annotations
@@ -26,12 +25,11 @@ from autoaccum.errors import (
     OptimizerOutOfMemoryError,
     ResumeError,
 )
-from autoaccum.events import Event, Finished, Notice, Record, Resumed, Started, StepReport
+from autoaccum.events import Event, Finished, Notice, Record, StepReport
 from autoaccum.memory import clock
 from autoaccum.runs import checkpoint
 from autoaccum.runs.checkpoint import Checkpoint, Checkpoints
 from autoaccum.runs.configuration import differing
-from autoaccum.runs.oom_files import oom_files
 from autoaccum.runs.records import HISTORY, RecordWriter, environment, read_records, write_json
 from autoaccum.runs.window_mark import WindowMark
 from autoaccum.runs.writers import Writers
@@ -48,7 +46,6 @@ class RunDirectory:
         cadence: Cadence,
         config: Mapping[str, Any],
         anew: bool,
-        background: bool = True,
         writers: Writers | None = None,
     ) -> None:
         """Take the directory.
@@ -59,7 +56,6 @@ class RunDirectory:
             cadence: when to write them.
             config: what was asked for, as JSON; what is under "trained" has to be the same when the run is resumed.
             anew: whether what is there of an earlier run is put away, into ``before-1`` and so on.
-            background: whether checkpoints are copied and written while training goes on.
             writers: the ranks that write them together, each its parts; None where this process has all of the model.
 
         Raises:
@@ -68,7 +64,6 @@ class RunDirectory:
         """
         self.path = path
         self._cadence = cadence
-        self._background = background
         self.writers = writers
         """The ranks that write the checkpoints together, where there are several."""
         self._config = dict(config)
@@ -229,18 +224,9 @@ class RunDirectory:
             state=state,
             facts=facts,
             is_best=is_best,
-            background=self._background,
             writers=self.writers,
         )
         return self._newest
-
-    def wait(self) -> None:
-        """Return when the last checkpoint is on the disk.
-
-        Raises:
-            CheckpointWriteError: it could not be written.
-        """
-        self._checkpoints.wait()
 
     def close(self) -> None:
         """Close the files and give the directory back."""
@@ -256,7 +242,7 @@ OURS = ("checkpoints", HISTORY, "config.json", "environment.json", "window", "ki
 
 def _put_away(path: Path) -> None:
     """Move what an earlier run has left into ``before-1``, or one more than the highest such number."""
-    found = [path / name for name in OURS if (path / name).exists()] + oom_files(path)
+    found = [path / name for name in OURS if (path / name).exists()]
     if not found:
         return
     Checkpoints(path / "checkpoints").close()  # raises where a run is going on, from under which nothing is moved
@@ -293,17 +279,7 @@ class Recorded(Sequence[T]):
         size = self._path.stat().st_size
         if size == self._read[0]:
             return self._read[1]
-        found: list[Any] = []
-        follows_start = False
-        for record in read_records(self._path):
-            # A process that goes on says Started and then Resumed. One that says only Started found no checkpoint and
-            # began with step 1 again, so that all windows of the processes before it are void.
-            if follows_start or isinstance(record, Resumed):
-                step = record.step if isinstance(record, Resumed) else 0
-                found = [entry for entry in found if not _is_void(entry, step)]
-            follows_start = isinstance(record, Started)
-            if isinstance(record, self._kinds):
-                found.append(record)
+        found: list[Any] = [one for one in read_records(self._path, void=False) if isinstance(one, self._kinds)]
         self._read = size, found
         return found
 
@@ -316,8 +292,3 @@ class Recorded(Sequence[T]):
     def __getitem__(self, index: slice) -> list[T]: ...
     def __getitem__(self, index: int | slice) -> T | list[T]:
         return self._records()[index]
-
-
-def _is_void(record: Any, step: int) -> bool:
-    """Return whether it is of a window after that step, from which the run has gone on since."""
-    return not isinstance(record, Resumed) and getattr(record, "step", 0) > step

@@ -1,69 +1,15 @@
-"""Opens files of a directory that may be a stranger's: regular ones alone, and none by a link; syncs their names."""
+"""Files of a run's directory: written durably, and locked."""
 
 from __future__ import annotations
 
-import errno
+import hashlib
 import os
-import stat
 import sys
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
-_NO_LINK = getattr(os, "O_NOFOLLOW", 0)
-"""Flag of ``os.open``: fail at a link. In a directory from a stranger one could lead to any file of ours."""
-# At once back from a pipe that nobody writes to; not in programs that are started meanwhile; bytes as they are.
-_ALWAYS = sum(getattr(os, name, 0) for name in ("O_NONBLOCK", "O_CLOEXEC", "O_BINARY"))
-
-_PIECE = 2**16
-"""Bytes that are read at once of a file of a few lines."""
-
-
-def open_regular(path: str | os.PathLike[str], flags: int, *, links: bool = False) -> int:
-    """Open a file and return its handle.
-
-    Args:
-        path: of the file.
-        flags: as of ``os.open``; with O_CREAT it is made where there is none.
-        links: whether a link is followed: where a user has named the file.
-
-    Raises:
-        OSError: it cannot be opened, or it is a pipe, a device, a socket, a directory, or a link.
-    """
-    # Looked at before it is opened, for to open a device may already do something; and again after, for it may have
-    # been put there in between.
-    try:
-        status = os.stat(path, follow_symlinks=links)
-    except FileNotFoundError:
-        pass
-    else:
-        _refuse_irregular(path, status)
-    handle = os.open(path, flags | _ALWAYS | (0 if links else _NO_LINK), 0o666)
-    try:
-        _refuse_irregular(path, os.fstat(handle))
-    except BaseException:
-        os.close(handle)
-        raise
-    return handle
-
-
-def read_small(path: str | os.PathLike[str], most: int = 1 << 24, *, links: bool = False) -> bytes:
-    """Return the content of a file of a few lines.
-
-    Args:
-        path: of the file.
-        most: bytes that it may have.
-        links: whether a link is followed.
-
-    Raises:
-        OSError: it cannot be read, is no regular file, or is larger.
-    """
-    with open(open_regular(path, os.O_RDONLY, links=links), "rb") as file:
-        # Piece by piece: memory for as many bytes as it may have would be asked for, where there may be hardly any.
-        content = bytearray()
-        while len(content) <= most and (piece := file.read(_PIECE)):
-            content += piece
-    if len(content) > most:
-        raise OSError(errno.EFBIG, os.strerror(errno.EFBIG), os.fspath(path))
-    return bytes(content)
+from autoaccum.errors import CheckpointLockedError
 
 
 def sync_directory(path: Path) -> None:
@@ -76,6 +22,104 @@ def sync_directory(path: Path) -> None:
             os.close(handle)
 
 
-def _refuse_irregular(path: str | os.PathLike[str], status: os.stat_result) -> None:
-    if not stat.S_ISREG(status.st_mode):
-        raise OSError(errno.EINVAL, "is not a regular file", os.fspath(Path(path)))
+Save = Callable[[Any], object]
+"""Writes to what it is given, which has ``write`` and ``flush``: ``torch.save`` of something, say."""
+
+
+def write_durably(path: Path, save: Save) -> tuple[int, str]:
+    """Write a new file to the disk; return its number of bytes and their SHA-256.
+
+    Raises:
+        OSError: it cannot be written.
+    """
+    digest = hashlib.sha256()
+    # "x" follows no link and writes over nothing.
+    with open(path, "xb") as file:
+
+        def write(data: Any) -> None:
+            digest.update(data)
+            file.write(data)
+
+        sink = _Sink(write)
+        save(sink)
+        if sink.error is not None:
+            raise sink.error
+        file.flush()
+        os.fsync(file.fileno())
+    return sink.num_bytes, digest.hexdigest()
+
+
+class _Sink:
+    """What takes bytes. PyTorch's writer would hide an error by its own, so it is kept, and the rest is left out."""
+
+    def __init__(self, write: Callable[[Any], object]) -> None:
+        self._write = write
+        self.num_bytes = 0
+        self.error: BaseException | None = None
+
+    def write(self, data: Any) -> int:
+        try:
+            if self.error is None:
+                self._write(data)
+        except BaseException as error:
+            self.error = error
+        self.num_bytes += len(data)
+        return len(data)
+
+    def flush(self) -> None:
+        """Do nothing: it is flushed at the end."""
+
+
+if sys.platform != "win32":
+    import fcntl
+
+
+class DirectoryLock:
+    """A lock that makes a directory one writer's; the kernel gives it back when the process is killed.
+
+    It is a POSIX record lock and not ``flock``: a forked worker that outlives its parent for some seconds would hold
+    the latter. A record lock belongs to the process as a whole, so within one process a set tells who holds what.
+    """
+
+    # Directories, resolved, that this process holds. The kernel lets a process lock a file twice, and it drops the
+    # lock as soon as the process closes any handle of that file: so a second one must not even be opened.
+    _held: set[Path] = set()  # noqa: RUF012
+
+    def __init__(self, directory: Path) -> None:
+        """Take the lock.
+
+        Args:
+            directory: must be there; the lock is on its file ``.lock``, which is made where there is none.
+
+        Raises:
+            CheckpointLockedError: another writer holds it, in this process or in another.
+            OSError: the file cannot be made.
+        """
+        self._directory = directory.resolve()
+        if self._directory in self._held:
+            raise CheckpointLockedError(directory, os.getpid())
+        self._file = os.open(directory / ".lock", os.O_RDWR | os.O_CREAT, 0o666)
+        try:
+            if sys.platform != "win32":
+                fcntl.lockf(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except (BlockingIOError, PermissionError):  # POSIX leaves it open which of EAGAIN and EACCES comes
+            pid = os.read(self._file, 20)  # of digits, unless somebody else has written there
+            os.close(self._file)
+            raise CheckpointLockedError(directory, int(pid) if pid.isdigit() else None) from None
+        except OSError:
+            os.close(self._file)
+            raise
+        self._held.add(self._directory)
+        try:
+            # The process's number is for the message of whoever comes second; the lock itself does not depend on it.
+            os.ftruncate(self._file, 0)
+            os.write(self._file, str(os.getpid()).encode())
+        except OSError:  # a full disk
+            self.release()
+            raise
+
+    def release(self) -> None:
+        """Give the directory back; do nothing if that was done before."""
+        if self._directory in self._held:
+            self._held.discard(self._directory)
+            os.close(self._file)

@@ -1,30 +1,81 @@
-"""Tensors that were written in parts by several ranks: each rank reads what it needs of them, however they were cut."""
+"""Tensors in parts on several ranks: each writes its own parts, and reads what it needs, however they were cut."""
 
 from __future__ import annotations
 
-import json
+import copy
 import math
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from safetensors import SafetensorError, safe_open
+from torch import nn
 
+from autoaccum.distributed.fsdp import is_distributed
 from autoaccum.errors import CheckpointCorruptError
-from autoaccum.ranks.units import is_distributed
-from autoaccum.runs.parts import SHARDING, place_of
-from autoaccum.runs.tensor_files import CODES
+from autoaccum.memory.oom import is_out_of_memory
+from autoaccum.runs.files import write_durably
 
-_DTYPES = {code: dtype for dtype, code in CODES.items()}
+Parts = dict[str, torch.Tensor]
+"""Distributed tensors by their places in a state."""
+_FILE = re.compile(r"shard-\d{5}\.pt")
+
+
+def file_of(rank: int) -> str:
+    """Return the name of a rank's file, within a checkpoint."""
+    return f"shard-{rank + 1:05d}.pt"
+
+
+def is_file(name: str) -> bool:
+    """Return whether that is the name of a rank's file."""
+    return _FILE.fullmatch(name) is not None
+
+
+def is_cut(tensor: torch.Tensor) -> bool:
+    """Return whether a distributed tensor lies in parts that can be told: cut along its dimensions, or copied."""
+    # A partial sum is a value of no rank, and parts that are cut in turns (tensor parallelism) begin at no one offset.
+    # Both have classes of their own, so that it is asked by name for the plain one.
+    placements: Sequence[Any] = tensor.placements  # type: ignore[attr-defined]
+    return all(placement.is_replicate() or type(placement).__name__ == "Shard" for placement in placements)
+
+
+def write(path: Path, parts: Parts) -> tuple[int, str] | None:
+    """Write this rank's parts of some tensors; return the file's bytes and their SHA-256, or None where it has none.
+
+    Raises:
+        OSError: it cannot be written.
+    """
+    own = {}
+    for name, tensor in parts.items():
+        local = tensor.to_local()  # type: ignore[attr-defined]
+        # Of what is copied to several ranks the first copy is written.
+        if local.numel() and _is_first_copy(tensor):
+            own[name] = (place_of(tensor)[1], local.detach())
+    if not own:
+        return None
+    return write_durably(path, lambda file: torch.save(own, file))
+
+
+def _is_first_copy(tensor: Any) -> bool:
+    places = zip(tensor.device_mesh.get_coordinate(), tensor.placements, strict=True)
+    return all(place == 0 for place, placement in places if placement.is_replicate())
+
+
+def place_of(tensor: Any) -> tuple[list[int], list[int]]:
+    """Return the shape of this rank's part, and where in the whole it begins."""
+    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset  # whose import takes seconds
+
+    shape, offset = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
+    return list(shape), list(offset)
 
 
 class _Chunk(NamedTuple):
-    """A part as it lies in a file."""
+    """A part in a file, of which nothing is read before it is looked at."""
 
     path: Path
     offsets: list[int]
-    shape: list[int]
+    values: torch.Tensor
 
 
 class Files:
@@ -32,62 +83,54 @@ class Files:
 
     def __init__(self, folder: Path, names: Sequence[str]) -> None:
         """Set up for the files of these names in a checkpoint."""
-        self._folder = folder
-        self._names = sorted(names)
-        self._found: dict[tuple[str, str], list[_Chunk]] | None = None
+        self._paths = [folder / name for name in sorted(names)]
+        self._found: dict[str, list[_Chunk]] | None = None
 
-    def chunks(self, folder: str, name: str) -> list[_Chunk]:
+    def chunks(self, name: str) -> list[_Chunk]:
         """Return where the parts of a tensor lie.
 
         Raises:
-            CheckpointCorruptError: a file does not say where its parts begin.
+            CheckpointCorruptError: a file is none that ``write`` has written.
         """
-        # Headers alone, once: a state has some hundreds of tensors, and each rank has a file.
         if self._found is None:
             self._found = {}
-            for file in self._names:
-                for key, chunk in _chunks_in(self._folder / file):
-                    self._found.setdefault((file.partition("/")[0], key), []).append(chunk)
-        return self._found.get((folder, name), [])
+            for path in self._paths:
+                for key, chunk in _chunks_in(path):
+                    self._found.setdefault(key, []).append(chunk)
+        return self._found.get(name, [])
 
 
 def _chunks_in(path: Path) -> list[tuple[str, _Chunk]]:
     found = []
-    # A file may be a stranger's: whatever stands in its header is believed after it was looked at, and runs nothing.
+    # A file may be a stranger's: whatever stands in it is believed after it was looked at, and runs nothing.
     try:
-        with safe_open(path, framework="pt") as file:
-            told = json.loads((file.metadata() or {}).get(SHARDING, ""))
-            for name in file.keys():  # noqa: SIM118
-                offsets, shape = told[name]["saved_offsets"], file.get_slice(name).get_shape()
-                if len(offsets) != len(shape):
-                    raise ValueError(name)
-                found.append((name, _Chunk(path, offsets, shape)))
-    except SafetensorError as error:
-        raise CheckpointCorruptError(path, f"is not a safetensors file ({error})") from None
-    except (ValueError, LookupError, TypeError, RecursionError):
-        raise CheckpointCorruptError(path, "does not say where its parts begin") from None
+        for name, (offsets, values) in torch.load(path, map_location="cpu", weights_only=True, mmap=True).items():
+            if len(offsets) != values.dim():
+                raise ValueError(name)
+            found.append((name, _Chunk(path, offsets, values)))
+    except Exception as error:
+        if is_out_of_memory(error):
+            raise
+        raise CheckpointCorruptError(path, f"does not say where its parts begin ({repr(error)[:200]})") from None
     return found
 
 
 class Parted:
     """A tensor whose parts lie in files, none of which was read."""
 
-    def __init__(self, files: Files, folder: str, name: str, dtype: str, shape: Sequence[int]) -> None:
+    def __init__(self, files: Files, name: str, dtype: torch.dtype, shape: Sequence[int]) -> None:
         """Set up.
 
         Args:
             files: those of the checkpoint.
-            folder: of these the one that it lies in.
             name: of the tensor there.
-            dtype: as safetensors calls it.
+            dtype: of its elements.
             shape: of the whole.
 
         Raises:
-            LookupError: there is no such dtype.
             ValueError: that is no shape.
         """
-        self._files, self._folder, self.name = files, folder, name
-        self.dtype, self.shape = _DTYPES[dtype], torch.Size(shape)
+        self._files, self.name, self.dtype, self.shape = files, name, dtype, torch.Size(shape)
         # What is not as large as what is there is read by nobody, so that a stranger's shape takes no memory.
         if any(size < 0 for size in self.shape):
             raise ValueError(f"the shape {tuple(shape)}")
@@ -108,20 +151,19 @@ class Parted:
         # By places in the whole, and not by ranks: those that wrote it may have been more or fewer.
         found = torch.empty(shape, dtype=self.dtype)
         num_found = 0
-        for chunk in self._files.chunks(self._folder, self.name) if found.numel() else ():
+        for chunk in self._files.chunks(self.name) if found.numel() else ():
             # Where what is wanted and what lies there meet; in most files they do not.
+            there_shape = list(chunk.values.shape)
             begins = [max(a, b) for a, b in zip(offsets, chunk.offsets, strict=False)]
-            ends = [min(a + n, b + m) for a, n, b, m in zip(offsets, shape, chunk.offsets, chunk.shape, strict=False)]
-            if len(chunk.shape) != len(shape) or any(a >= b for a, b in zip(begins, ends, strict=True)):
+            ends = [min(a + n, b + m) for a, n, b, m in zip(offsets, shape, chunk.offsets, there_shape, strict=False)]
+            if len(there_shape) != len(shape) or any(a >= b for a, b in zip(begins, ends, strict=True)):
                 continue
-            there = tuple(slice(a - o, b - o) for a, b, o in zip(begins, ends, chunk.offsets, strict=True))
-            here = tuple(slice(a - o, b - o) for a, b, o in zip(begins, ends, offsets, strict=True))
-            with safe_open(chunk.path, framework="pt") as file:
-                # Of a number without dimensions there is no slice.
-                value = file.get_slice(self.name)[there] if there else file.get_tensor(self.name)
+            value = chunk.values[
+                tuple(slice(a - o, b - o) for a, b, o in zip(begins, ends, chunk.offsets, strict=True))
+            ]
             if value.dtype != self.dtype:
                 raise CheckpointCorruptError(chunk.path, f"is of {value.dtype}, not of {self.dtype}", entry=self.name)
-            found[here] = value
+            found[tuple(slice(a - o, b - o) for a, b, o in zip(begins, ends, offsets, strict=True))] = value
             num_found += math.prod(value.shape)
         # Memory that was not written to would be whatever was there before.
         if num_found != found.numel():
@@ -152,3 +194,67 @@ def put(value: Any, present: Any) -> Any:
     shape, offsets = place_of(present)
     own = value[tuple(slice(begin, begin + size) for begin, size in zip(offsets, shape, strict=True))]
     return as_part(own.contiguous(), present)
+
+
+def placed(
+    model: nn.Module, others: Sequence[nn.Module], optimizer: torch.optim.Optimizer, weights: Any, state: Any
+) -> tuple[Any, Any]:
+    """Return the weights and the state of a run with this rank's parts of what is distributed there.
+
+    Raises:
+        CheckpointCorruptError: a part is missing, or nothing is known of where it belongs.
+    """
+    found = of_module(model, weights)
+    if not isinstance(state, dict):
+        return found, state
+    state = dict(state)
+    modules = state.get("modules")
+    if isinstance(modules, list) and len(modules) == len(others):
+        state["modules"] = [
+            {**saved, "state": of_module(module, saved.get("state"))} if isinstance(saved, dict) else saved
+            for module, saved in zip(others, modules, strict=True)
+        ]
+    if "optimizer" in state:
+        state["optimizer"] = _of_optimizer(optimizer, state["optimizer"])
+    return found, state
+
+
+def of_module(module: nn.Module, weights: Any) -> Any:
+    """Return a module's weights with this rank's parts of what is distributed there.
+
+    Raises:
+        CheckpointCorruptError: a part is missing.
+    """
+    if not isinstance(weights, dict):
+        return weights
+    present, found = module.state_dict(), copy.copy(weights)
+    made: dict[int, Any] = {}  # what is one tensor stays one
+    for name, value in weights.items():
+        if id(value) not in made:
+            made[id(value)] = put(value, present.get(name))
+        found[name] = made[id(value)]
+    return found
+
+
+def _of_optimizer(optimizer: torch.optim.Optimizer, state: Any) -> Any:
+    kept = state.get("state") if isinstance(state, dict) else None
+    if not isinstance(kept, dict):
+        return state
+    # As a state_dict numbers them; a form of its own has other keys, and is left as it is.
+    parameters = dict(enumerate(p for group in optimizer.param_groups for p in group["params"]))
+    found: dict[Any, Any] = dict(kept)
+    for key, values in kept.items():
+        p = parameters.get(key) if type(key) is int else None
+        if p is None or not isinstance(values, dict):
+            continue
+        there = optimizer.state.get(p, {})
+        found[key] = {}
+        for name, value in values.items():
+            # As the one that is there lies; before the first step there may be none, and most lie as the parameter.
+            moment = put(value, p if there.get(name) is None else there[name])
+            # Of a form of its own, of which no check knows that it is none of PyTorch's tensors.
+            if isinstance(moment, Parted):
+                problem = f"has the shape {tuple(moment.shape)}, not {tuple(p.shape)}"
+                raise CheckpointCorruptError("", problem, entry=f"optimizer.state[{key}].{name}")
+            found[key][name] = moment
+    return {**state, "state": found}

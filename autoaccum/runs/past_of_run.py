@@ -20,10 +20,12 @@ from autoaccum.data.base import Window
 from autoaccum.memory.devices import memory_of
 from autoaccum.memory.oom import is_out_of_memory
 from autoaccum.planning.costs import Trial
-from autoaccum.planning.patience import SURELY_MORE
+from autoaccum.planning.limits import SURELY_MORE
 from autoaccum.planning.tuner import Tuner
 from autoaccum.runs.past import FORMAT, Past
 
+# By directory and key, what ran out of memory in this process, and with how many bytes of room for it. In a file it
+# would outlive its reasons: what else was on the device then, and how memory was fragmented.
 _refused: dict[tuple[Path, str], tuple[Trial, int]] = {}
 # Texts of objects have their addresses in them, which differ from process to process.
 _ADDRESS = re.compile(r"0x[0-9a-fA-F]+")
@@ -40,7 +42,6 @@ class PastOfRun:
         # The key is known once there is a first window; as long as it is None, nothing is recalled or kept.
         self._key: str | None = None
         self._key_of = partial(key_of, modules, optimizer, device=device, **facts)
-        self._model, self._device = type(modules[0]).__name__, device
         self._optimizer = optimizer
 
     def recall(self, window: Window, tuner: Tuner, used_bytes: int) -> None:
@@ -78,13 +79,7 @@ class PastOfRun:
             return
         measured = [trial for trial in tuner.learnt() if trial.peak_bytes is not None]
         if measured:  # else what is there stays, untouched
-            self._past.save(
-                self._key,
-                [*tuner.past, *measured],
-                model=self._model,
-                device=describe(self._device),
-                limit_bytes=tuner.limits.limit_bytes,
-            )
+            self._past.save(self._key, [*tuner.past, *measured], limit_bytes=tuner.limits.limit_bytes)
         refused = tuner.refused()
         if refused is not None and refused != tuner.told:
             _refused[self._past.where, self._key] = refused, tuner.refused_at - self._used_bytes

@@ -18,12 +18,11 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from operator import attrgetter
 from pathlib import Path
-from typing import Any, get_args, get_origin, get_type_hints
+from typing import Any, BinaryIO, get_args, get_type_hints
 
 from autoaccum._version import __version__
 from autoaccum.events import Record
 from autoaccum.memory import clock
-from autoaccum.runs.files import open_regular
 
 HISTORY = "history.jsonl"
 """Name of the file in a run's directory."""
@@ -63,7 +62,7 @@ class RecordWriter:
             OSError: it cannot be written to.
         """
         Path(path).parent.mkdir(parents=True, exist_ok=True)
-        self._file: int | None = open_regular(path, os.O_RDWR | os.O_APPEND | os.O_CREAT)
+        self._file: int | None = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o666)
         try:
             size = os.fstat(self._file).st_size
             # A run was killed while it wrote: its last line stays as it is, and what comes begins with one of its own.
@@ -129,6 +128,8 @@ class Records(Iterator[Record]):
 
     def __init__(self, lines: Iterator[bytes]) -> None:
         self._lines = lines
+        self.time: float | None = None
+        """Unix seconds of the last record so far; None before the first."""
         self.garbled = 0
         """Number of lines so far that hold no record, such as the last one of a run that was killed while it wrote."""
         self.unknown = 0
@@ -137,49 +138,63 @@ class Records(Iterator[Record]):
     def __next__(self) -> Record:
         # A for loop over the rest: it ends at the first line that holds a record.
         for line in self._lines:
-            (document,) = documents([line])
-            if document is None:
-                self.garbled += 1
-            elif document["type"] not in FIELDS:
+            try:
+                document = json.loads(line)
+                if document["type"] in FIELDS:
+                    record, self.time = record_of(document), float(document["time"])
+                    return record
                 self.unknown += 1
-            else:
-                try:
-                    return record_of(document)
-                except (TypeError, ValueError, OverflowError):
-                    self.garbled += 1
+            except (ValueError, LookupError, TypeError, RecursionError):
+                self.garbled += 1
         raise StopIteration
 
 
-def read_records(path: str | os.PathLike[str]) -> Records:
-    """Return the records of a file, oldest first, as they were written: also those that a ``Resumed`` made void.
+def read_records(path: str | os.PathLike[str], *, void: bool = True) -> Records:
+    """Return the records of a file, oldest first.
 
     Lines without a record are left out and counted, and so are fields that this version does not know.
 
+    Args:
+        path: of the file.
+        void: whether to return records of windows too that were trained again, after the run was resumed from an older
+            checkpoint or begun again without one.
+
     Raises:
-        OSError: the file cannot be read, or is no file.
+        OSError: the file cannot be read.
     """
 
     def lines() -> Iterator[bytes]:
         with file:
-            yield from file
+            yield from file if void else _standing(file)
 
     # Opened now and not with the first line, so that what is wrong with it is said here.
-    file = open(open_regular(path, os.O_RDONLY, links=True), "rb")  # noqa: SIM115
+    file = open(path, "rb")  # noqa: SIM115
     return Records(lines())
 
 
-def documents(lines: list[bytes]) -> list[dict[str, Any] | None]:
-    """Return the JSON object of each line, if it has a ``type``; None where there is none."""
-    try:
-        found = json.loads(b"[" + b",".join(lines) + b"]")  # a third of the time that one by one takes
-        is_whole = len(found) == len(lines)  # else a line such as "1,2" would stand for two
-    except (ValueError, RecursionError):
-        is_whole = False
-    if not is_whole:
-        if len(lines) == 1:
-            return [None]
-        return [document for line in lines for document in documents([line])]
-    return [entry if isinstance(entry, dict) and isinstance(entry.get("type"), str) else None for entry in found]
+_HEAD = re.compile(rb'\{"type":"(\w+)","time":[^,]*(?:,"step":(\d+))?')
+"""How each line begins; nearly all records have a step, as their first field."""
+
+
+def _standing(file: BinaryIO) -> Iterator[bytes]:
+    """Yield the lines of a file of records that no later start of the run has made void."""
+    heads = map(_HEAD.match, file)
+    starts: list[tuple[int, int]] = []  # (number of a line, step from which the run goes on there)
+    begins = False
+    for number, head in enumerate(heads):
+        kind, step = head.groups() if head else (b"", None)
+        # A process that goes on says Started and then Resumed. One that says only Started has found no checkpoint.
+        if kind == b"Resumed" or begins:
+            starts.append((number, int(step or 0) if kind == b"Resumed" else 0))
+        begins = kind == b"Started"
+    file.seek(0)
+    for number, line in enumerate(file):
+        while starts and starts[0][0] <= number:
+            starts.pop(0)
+        head = _HEAD.match(line)
+        step = int(head[2] or 0) if head and head[1] != b"Resumed" else 0
+        if not starts or step <= min(step for _, step in starts):
+            yield line
 
 
 def record_of(document: Mapping[str, Any]) -> Record:
@@ -187,85 +202,47 @@ def record_of(document: Mapping[str, Any]) -> Record:
 
     Raises:
         TypeError: it lacks a field.
-        ValueError: a field's value is of another type, as far as that is looked at.
-        OverflowError: a number is larger than a float can be.
+        ValueError: a number is none.
     """
     # Fields that a newer version has added are left out; one that it lacks is a TypeError, or takes its default.
-    known = FIELDS[document["type"]]
-    values = {name: value_of(document[name], kind) for name, kind in known.items() if name in document}
-    if values.get("outputs"):
-        values["outputs"] = _with_tensors(values["outputs"], document.get("dtypes", {}))
-    record: Record = _CLASSES[document["type"]](**values)
+    kind, values = document["type"], dict(document)
+    if "outputs" in values:
+        dtypes = values.get("dtypes", {})
+        values["outputs"] = {name: _output(value, dtypes.get(name)) for name, value in values["outputs"].items()}
+    known = {name: field_of(values[name], of) for name, of in FIELDS[kind].items() if name in values}
+    record: Record = _CLASSES[kind](**known)
     return record
 
 
-def value_of(value: Any, kind: Any) -> Any:
+def field_of(value: Any, kind: Any) -> Any:
     """Return a field's value as it was before it was JSON.
 
-    >>> value_of("nan", float | None), value_of([3, 3, 2], tuple[int, ...]), value_of(None, int | None)
-    (nan, (3, 3, 2), None)
-    >>> value_of({"accuracy": 1}, Mapping[str, float]), value_of({"losses": [["inf"], [2]]}, Mapping[str, Any])
-    ({'accuracy': 1.0}, {'losses': [[inf], [2]]})
+    >>> field_of("nan", float | None), field_of([3, 3, 2], tuple[int, ...]), field_of({"a": "inf"}, Mapping[str, float])
+    (nan, (3, 3, 2), {'a': inf})
     """
-    if get_origin(kind) is Mapping:
-        if not isinstance(value, dict):
-            raise ValueError(f"{value!r} is not a value of {kind}")
-        read = _numbers if get_args(kind)[1] is Any else float
-        try:
-            return {name: read(entry) for name, entry in value.items()}
-        except RecursionError:
-            raise ValueError("lists in lists without end are not a value of a tensor") from None
-    if get_origin(kind) is tuple and get_args(kind)[0] is not int:
-        if not isinstance(value, list):
-            raise ValueError(f"{value!r} is not a value of {kind}")
-        return tuple(value_of(entry, get_args(kind)[0]) for entry in value)
-    members = get_args(kind) if type(None) in get_args(kind) else (kind,)
-    if value is None and type(None) in members:
-        return None
-    if float in members:
+    if isinstance(value, list):
+        return tuple(field_of(entry, kind) for entry in value)
+    if isinstance(value, dict):
+        return {name: field_of(entry, kind) for name, entry in value.items()}
+    return float(value) if isinstance(value, str) and kind not in _TEXTS else value
+
+
+_TEXTS = (str, str | None, tuple[str, ...])
+
+
+def _output(value: Any, dtype: str | None) -> Any:
+    """Return an output as it was before it was JSON: a number, or a tensor."""
+    if not isinstance(value, list):
         return float(value)
-    accepted = list if get_origin(kind) is tuple else members[0]
-    # bool is a subclass of int, and no record has a field of truth values.
-    if not isinstance(value, accepted) or isinstance(value, bool):
-        raise ValueError(f"{value!r} is not a value of {kind}")
-    if isinstance(value, list) and not all(type(entry) is int for entry in value):
-        raise ValueError(f"{value!r} is not a value of {kind}")
-    if isinstance(value, int) and abs(value) >= 2**63:
-        raise ValueError(f"{value} is more than a column can hold")
-    return tuple(value) if accepted is list else value
+    import torch  # here, so that to read what holds none takes no torch
+
+    return torch.tensor(_numbers(value), dtype=getattr(torch, str(dtype)), device="cpu")
 
 
 def _numbers(value: Any) -> Any:
-    """Return an output as it was before it was JSON: a number, or lists of numbers in place of a tensor."""
-    return [_entry(entry) for entry in value] if isinstance(value, list) else float(value)
-
-
-def _entry(value: Any) -> Any:
-    """Return an entry of a list: one of lists, or a number; whole numbers and truth values stay what they are."""
-    return value if isinstance(value, int) else _numbers(value)
-
-
-def _with_tensors(outputs: Mapping[str, Any], dtypes: Any) -> dict[str, Any]:
-    """Return outputs with tensors in place of lists, of the dtypes that they had.
-
-    Raises:
-        ValueError: they are no such tensors.
-    """
-    if not isinstance(dtypes, dict):
-        raise ValueError(f"{dtypes!r} are no dtypes")
-    found = {}
-    for name, value in outputs.items():
-        if isinstance(value, list):
-            # Here, so that to read what holds none takes no torch.
-            import torch
-
-            dtype = getattr(torch, str(dtypes.get(name)), None)
-            try:
-                value = torch.tensor(value, dtype=dtype, device="cpu")
-            except (RuntimeError, TypeError) as error:  # rows of different lengths, or no dtype of numbers
-                raise ValueError(str(error)) from None
-        found[name] = value
-    return found
+    if isinstance(value, list):
+        return [_numbers(entry) for entry in value]
+    return float(value) if isinstance(value, str) else value
 
 
 def write_json(path: str | os.PathLike[str], document: Any) -> None:

@@ -8,8 +8,8 @@ import os
 import struct
 from pathlib import Path
 
-from autoaccum.memory.kills import OomKills, have_risen
-from autoaccum.runs.files import open_regular, read_small
+from autoaccum.memory.cgroups import ControlGroups
+from autoaccum.memory.procfs import number, read
 from autoaccum.runs.records import write_json
 
 # Three little-endian 64-bit integers: 1 inside a window and 0 outside, the samples of its largest micro-batch, and
@@ -31,10 +31,10 @@ class WindowMark:
         """Read what an earlier process left there.
 
         Raises:
-            OSError: the file cannot be made or mapped, or it is a link or no regular file.
+            OSError: the file cannot be made or mapped.
         """
         self._kills_path = folder / "kills.json"
-        handle = open_regular(folder / "window", os.O_RDWR | os.O_CREAT)
+        handle = os.open(folder / "window", os.O_RDWR | os.O_CREAT, 0o666)
         try:
             if os.fstat(handle).st_size != _MARK.size:
                 os.pwrite(handle, bytes(_MARK.size), 0)  # a hole that a full disk cannot fill would end the process
@@ -56,7 +56,7 @@ class WindowMark:
     def _kills_before(self) -> dict[str, int]:
         """Return the counts of kills when the last process began; none where they make no sense."""
         try:
-            before = json.loads(read_small(self._kills_path))
+            before = json.loads(self._kills_path.read_bytes())
         except (OSError, ValueError, RecursionError):
             return {}  # nothing is known of before, so no kill is inferred
         return before if isinstance(before, dict) else {}
@@ -84,3 +84,39 @@ class WindowMark:
         if self._begun:
             self.leave()
         self._map.close()
+
+
+class OomKills:
+    """The kernel's counts, of the whole machine and of this process's control groups; they only rise.
+
+    Args:
+        proc: where procfs is mounted.
+        mount: where the control groups are mounted.
+    """
+
+    def __init__(self, proc: Path = Path("/proc"), mount: Path = Path("/sys/fs/cgroup")) -> None:
+        self._proc = proc
+        self._groups = ControlGroups(proc / "self", mount)
+
+    def counts(self) -> dict[str, int]:
+        """Return the counts by the name of what they are of: the machine's boot, or the folder of a group."""
+        # The machine's count starts again with each boot: it must not be compared with one from before.
+        boot = read(str(self._proc / "sys/kernel/random/boot_id")).decode().strip()
+        found: dict[str, int] = {}
+        machine_kills = number(read(str(self._proc / "vmstat")), "oom_kill")
+        if machine_kills is not None:  # Linux 4.13 and later
+            found[f"boot {boot}"] = machine_kills
+        for group in self._groups.all():
+            for name in ("memory.events", "memory.oom_control"):  # of version 2, of version 1
+                kills = number(read(f"{group.folder}/{name}"), "oom_kill")
+                if kills is not None:
+                    found[group.folder] = kills
+        return found
+
+
+def have_risen(before: dict[str, int], now: dict[str, int]) -> bool:
+    """Return whether any count that was there before is larger now.
+
+    A name that is missing now says nothing: the process may have been started again in another group.
+    """
+    return any(now.get(name, 0) > count for name, count in before.items())

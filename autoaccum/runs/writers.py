@@ -10,12 +10,10 @@ import os
 from collections.abc import Callable
 from pathlib import Path
 
+from autoaccum.distributed.group import Group
 from autoaccum.errors import CheckpointCorruptError, CheckpointError, CheckpointWriteError, ResumeError
 from autoaccum.memory.oom import insist
-from autoaccum.ranks.group import Group
-from autoaccum.runs import parts, states
-from autoaccum.runs.files import sync_directory
-from autoaccum.runs.tensor_files import Tensors
+from autoaccum.runs import parted
 
 Written = dict[str, tuple[int, str]]
 """Number of bytes and their SHA-256 of files, by their names in a checkpoint."""
@@ -34,39 +32,23 @@ class Writers:
         """Return whether a checkpoint is due, as the first rank says."""
         return self._group.exchange(is_due)[0]
 
-    def write(self, packed: states.Packed, folder: Path | None = None) -> Written:
-        """Write this rank's files of a checkpoint; return those of all ranks, when all of them are written.
+    def write(self, parts: parted.Parts, folder: Path | None = None) -> Written:
+        """Write this rank's file of a checkpoint; return those of all ranks, when all of them are written.
 
         Args:
-            packed: the state, as this rank has it.
+            parts: the tensors that lie on several ranks.
             folder: the unfinished checkpoint; None on all but the first rank, which tells them.
 
         Raises:
             CheckpointWriteError: this rank cannot write them.
             RankError: another one cannot.
         """
-        # Folders are made by one rank before the others hear of them, so that a rank that finds none reaches none.
-        if folder is not None:
-            for name in parts.FOLDERS:
-                (folder / name).mkdir()
         place = Path(self._group.exchange(None if folder is None else os.fspath(folder))[0] or "")
+        name = parted.file_of(self._group.rank)
+        written = _written(place / name, parts)
         # Whoever has failed meanwhile, or is gone, is heard of in this: then it gets no manifest, and no name.
-        told = self._group.exchange(self._own(place, packed))
-        if folder is not None:
-            for name in parts.FOLDERS:
-                sync_directory(folder / name)
+        told = self._group.exchange({} if written is None else {name: written})
         return {name: described for of_rank in told for name, described in of_rank.items()}
-
-    def _own(self, place: Path, packed: states.Packed) -> Written:
-        written: Written = {}
-        for folder in parts.FOLDERS:
-            path = place / parts.file_of(folder, self._group.rank)
-            # Of what lies on no other rank, such as buffers, the first rank's is kept.
-            others: Tensors = packed.weights if folder == parts.MODEL and self._group.is_first else {}
-            found = _written(path, packed.distributed.get(folder, {}), others)
-            if found is not None:
-                written[parts.file_of(folder, self._group.rank)] = found
-        return written
 
     def offer(self, path: Path | None) -> Path | None:
         """Return which checkpoint the first rank is about to take up, which passes it; None where there is none."""
@@ -95,13 +77,13 @@ class Writers:
                 raise CheckpointCorruptError("", f"cannot be read by rank {rank}: {text}")
 
 
-def _written(path: Path, distributed: parts.Parts, others: Tensors) -> tuple[int, str] | None:
+def _written(path: Path, parts: parted.Parts) -> tuple[int, str] | None:
     """Write a file, and once more where memory ran out; return its bytes and their SHA-256, or None if it is empty."""
 
     # By itself, and not with all of the checkpoint, which the other ranks do not begin again.
     def write() -> tuple[int, str] | None:
         path.unlink(missing_ok=True)
-        return parts.write(path, distributed, others)
+        return parted.write(path, parts)
 
     if not path.parent.is_dir():
         reason = "is not there on this rank: a sharded model needs a run_dir that all ranks reach"
@@ -109,5 +91,5 @@ def _written(path: Path, distributed: parts.Parts, others: Tensors) -> tuple[int
     try:
         return insist(write, "a checkpoint was written")
     except OSError as error:
-        num_bytes = sum(tensor.to_local().nbytes for tensor in distributed.values())  # type: ignore[attr-defined]
+        num_bytes = sum(tensor.to_local().nbytes for tensor in parts.values())  # type: ignore[attr-defined]
         raise CheckpointWriteError(path, num_bytes, error.strerror or repr(error)) from None

@@ -1,11 +1,10 @@
 """Claims: which trial of a study a process runs next, so that none is lost and none is run twice.
 
-The processes of a sweep share its storage. Those that share its directory too, on one machine or on a network drive
-that has locks, also take over from each other::
+The processes of a sweep share its storage and its directory, which may lie on a network drive that has locks::
 
     directory/
         .lock               held while a trial is claimed
-        id                  by which trials of this directory are known in the storage
+        id                  that the study has among its user attributes
         study.db            the storage, unless another one was named
         trial-0007/         a fit's run directory; .lock is held for as long as the trial is run
 
@@ -20,7 +19,7 @@ and a sweep that was killed would not end as one that was not.
 from __future__ import annotations
 
 import uuid
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -30,15 +29,17 @@ from optuna.trial import FrozenTrial, Trial, TrialState
 
 from autoaccum.errors import ArgumentError, CheckpointLockedError
 from autoaccum.memory import clock
-from autoaccum.runs.lock import DirectoryLock
+from autoaccum.runs.files import DirectoryLock
 from autoaccum.training.recipes import as_file_name
 
 POLL_SECONDS = 0.1
 """Look again after so many seconds for a lock that another process holds, or for a trial that it may leave."""
 FINISHED = (TrialState.COMPLETE, TrialState.PRUNED)
 """States of trials that count towards ``num_trials``; for one that failed another is begun."""
-DIRECTORY, SEED = "directory", "seed"
-"""User attributes of a trial: the id of the directory it is run in, and the seed of all that is random in it."""
+DIRECTORY = "autoaccum directory"
+"""User attribute of a study: the id of its directory."""
+SEED = "seed"
+"""User attribute of a trial: the seed of all that is random in it."""
 
 
 def directory_of(study_name: str) -> Path:
@@ -46,19 +47,9 @@ def directory_of(study_name: str) -> Path:
     return Path("sweeps") / as_file_name(study_name)
 
 
-def folders_of(study: optuna.Study, directory: Path) -> dict[int, Path]:
-    """Return the run directories of those trials of a study that were run in this one, by their numbers."""
-    # By the directory's id, for a number alone does not say in which directory the trial was run.
-    try:
-        name = (directory / "id").read_text()
-    except FileNotFoundError:
-        return {}
-    trials = study.get_trials(deepcopy=False)
-    return {trial.number: _folder(directory, trial) for trial in trials if trial.user_attrs.get(DIRECTORY) == name}
-
-
-def _folder(directory: Path, trial: FrozenTrial | Trial) -> Path:
-    return directory / f"trial-{trial.number:04d}"
+def folder_of(directory: Path, number: int) -> Path:
+    """Return the run directory of a trial."""
+    return directory / f"trial-{number:04d}"
 
 
 class Claims:
@@ -83,47 +74,39 @@ class Claims:
             reason = f"{error.strerror}: {error.filename!r}. Choose another one."
             raise ArgumentError("directory", str(directory), "one that can be written to", reason) from None
         self._directory, self._num_trials, self._seed = directory, num_trials, seed
-        self._id = ""  # until the study is open
 
     def open(self, study_of: Callable[[], optuna.Study]) -> optuna.Study:
         """Return the study, which one process makes and the others find.
 
         Raises:
-            ArgumentError: the directory holds trials that are not of this study.
+            ArgumentError: it is not the study of this directory.
         """
         with self._alone():
             study = study_of()
-            # Numbers of trials are the study's, and other directories may have some of them; so those of this one bear
-            # its id. The first process makes it, and a process that comes later reads it.
             path = self._directory / "id"
-            if not path.read_text():
-                path.write_text(uuid.uuid4().hex)
-            self._id = path.read_text()
-            # A folder of a trial that is not ours would be gone on with as if it were.
-            numbers = {trial.number for trial in study.get_trials(deepcopy=False) if self._is_ours(trial)}
-            for folder in sorted(self._directory.glob("trial-[0-9]*")):
-                number = folder.name.removeprefix("trial-")
-                if number.isdecimal() and int(number) not in numbers:
-                    cure = f"Study {study.study_name!r} has no trial of its {folder.name}. Choose another one."
-                    raise ArgumentError("directory", str(self._directory), "that of this study, or an empty one", cure)
+            own, known = path.read_text() or uuid.uuid4().hex, study.user_attrs.get(DIRECTORY)
+            if known is None and not any(self._directory.glob("trial-[0-9]*")):
+                path.write_text(own)
+                study.set_user_attr(DIRECTORY, own)
+            elif known != own:
+                # Numbers of trials are the study's: what lies in a folder of that number would be resumed as its trial.
+                accepted = f"that of study {study.study_name!r}, or an empty one for a new study"
+                cure = "All processes of a study need the same directory, on a drive that they share."
+                raise ArgumentError("directory", str(self._directory), accepted, cure)
         return study
 
     def folder(self, trial: FrozenTrial | Trial) -> Path:
         """Return the run directory of a trial."""
-        return _folder(self._directory, trial)
-
-    def elsewhere(self, study: optuna.Study) -> list[FrozenTrial]:
-        """Return the trials that processes on other directories run, or have left."""
-        return [trial for trial in _running(study.get_trials(deepcopy=False)) if not self._is_ours(trial)]
+        return folder_of(self._directory, trial.number)
 
     @contextmanager
     def next(self, study: optuna.Study, sampler_of: Callable[[int], BaseSampler] | None) -> Iterator[Trial | None]:
         """Claim a trial to run, which is ours while the context lasts; None when the study has what it is to end with.
 
-        Where all that is missing is being run by others on this directory, it waits for them, for they may be killed.
+        Where all that is missing is being run by others, it waits for them, for they may be killed.
 
         Args:
-            study: what ``open`` returned.
+            study: what ``open`` returned. All its running trials are the sweep's.
             sampler_of: (seed) -> a sampler. One that draws from the beginning in each process would draw the same in
                 all of them, and again after each start.
         """
@@ -156,48 +139,20 @@ class Claims:
         num_finished = sum(trial.state in FINISHED for trial in trials)
         if num_finished >= self._num_trials:
             return None, False
-        running = _running(trials)
-        ours = [trial for trial in running if self._is_ours(trial)]
-        # First those that a process has left: their locks are free.
-        for trial in ours:
+        running = [trial for trial in trials if trial.state == TrialState.RUNNING]
+        for trial in running:
             if lock := self._lock(trial):
                 # Whoever ran it may have finished it since we looked, and gives its lock back only then.
                 if study.get_trials(deepcopy=False)[trial.number].state == TrialState.RUNNING:
                     return (trial, lock), True
                 lock.release()
                 return None, True
-        # Where enough are running, it is worth waiting only if some are of this directory: they may yet be left to us.
-        if num_finished + len(running) >= self._num_trials:
-            return None, bool(ours)
-        trial = self._new(study)
-        # Looked at afterwards, for the storage has no lock over directories: whoever comes too late gives up its own.
-        if self._is_surplus(study, trial):
-            study.tell(trial.number, state=TrialState.FAIL)
+        if num_finished + len(running) >= self._num_trials:  # they may yet be left to us
             return None, True
+        trial = _new(study)
         lock = self._lock(trial)
         assert lock is not None  # nobody else has heard of it
         return (trial, lock), True
-
-    def _new(self, study: optuna.Study) -> FrozenTrial:
-        """Return a new trial, known to be ours from its first moment, or one that a user has put into the queue."""
-        if study.get_trials(deepcopy=False, states=(TrialState.WAITING,)):
-            trial = study.ask()  # takes one from the queue, which can be marked only after it
-            trial.set_user_attr(DIRECTORY, self._id)
-            return study.get_trials(deepcopy=False)[trial.number]
-        study.add_trial(optuna.trial.create_trial(state=TrialState.RUNNING, user_attrs={DIRECTORY: self._id}))
-        # add_trial does not tell the number; nobody else adds trials of this id, for the directory's lock is ours.
-        ours = filter(self._is_ours, study.get_trials(deepcopy=False))
-        return max(ours, key=lambda trial: trial.number)
-
-    def _is_surplus(self, study: optuna.Study, trial: FrozenTrial) -> bool:
-        """Return whether on other directories, which our lock does not stop, enough were begun just before it."""
-        trials = study.get_trials(deepcopy=False)[: trial.number]
-        num_finished = sum(other.state in FINISHED for other in trials)
-        return num_finished + len(_running(trials)) >= self._num_trials
-
-    def _is_ours(self, trial: FrozenTrial) -> bool:
-        """Return whether the trial is run in this directory."""
-        return bool(trial.user_attrs.get(DIRECTORY) == self._id)
 
     def _lock(self, trial: FrozenTrial) -> DirectoryLock | None:
         """Lock a trial's folder; return None if a process holds it, which then runs the trial."""
@@ -223,6 +178,10 @@ class Claims:
             lock.release()
 
 
-def _running(trials: Sequence[FrozenTrial]) -> list[FrozenTrial]:
-    """Return those that a sweep runs; a trial that was asked for by other means is nobody's to wait for."""
-    return [trial for trial in trials if trial.state == TrialState.RUNNING and DIRECTORY in trial.user_attrs]
+def _new(study: optuna.Study) -> FrozenTrial:
+    """Return a new trial, or one that a user has put into the queue."""
+    if study.get_trials(deepcopy=False, states=(TrialState.WAITING,)):
+        return study.get_trials(deepcopy=False)[study.ask().number]
+    # Not asked for, as its sampler is made of its number.
+    study.add_trial(optuna.trial.create_trial(state=TrialState.RUNNING))
+    return study.get_trials(deepcopy=False)[-1]

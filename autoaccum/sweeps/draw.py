@@ -1,4 +1,4 @@
-"""A draw: what a trial chooses of what is searched, and what of that the recipe takes."""
+"""The parameters that a trial draws, and which of them the recipe takes."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def chosen_by(
     """Return what a trial chooses: lr and effective batch where these are given, and what ``search_space`` returns.
 
     Raises:
-        ArgumentError: a trial in the study's queue has a value that is none to choose from.
+        ArgumentError: Optuna cannot draw it, because the study has other choices.
         ArgumentTypeError: ``search_space`` returned no dict.
         ConflictingArgumentsError: it returned lr or effective batch although these are given.
     """
@@ -46,13 +46,11 @@ def chosen_by(
                 chosen[name] = trial.suggest_categorical(name, among)
             elif among is not None:
                 chosen[name] = among
-        except ValueError:
-            # Optuna checks what a user has put into the queue (study.enqueue_trial) only when it is asked for.
-            queued = trial.study.get_trials(deepcopy=False)[trial.number].system_attrs.get("fixed_params", {})
-            if name not in queued:
-                raise
-            accepted = f"one of {among}; a trial in the study's queue has another"
-            raise ArgumentError(name, queued[name], accepted) from None
+        except ValueError as error:
+            # A trial in the study's queue has another value; or the study was begun with another list.
+            accepted = f"what study {trial.study.study_name!r} can draw: {error}"
+            cure = "Choose another study_name and another directory for other values."
+            raise ArgumentError(name, str(among), accepted, cure) from None
     if search_space is not None:
         found = search_space(trial)
         if not isinstance(found, dict):

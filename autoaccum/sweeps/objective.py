@@ -6,7 +6,6 @@ speed and nothing else (laws 1 and 2), so trials differ by what was searched ove
 
 from __future__ import annotations
 
-import warnings
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
@@ -14,33 +13,23 @@ from typing import Any
 
 import optuna
 import torch
-from optuna.distributions import BaseDistribution, check_distribution_compatibility
-from optuna.trial import Trial, TrialState
+from optuna.distributions import BaseDistribution
+from optuna.trial import Trial
 
 from autoaccum import _checks
 from autoaccum.data.sources import open_source
 from autoaccum.data.splits import split_of
 from autoaccum.errors import (
     ArgumentError,
-    AutoaccumWarning,
     ConflictingArgumentsError,
-    MemoryLimitError,
     RecipeResultError,
 )
-from autoaccum.memory.oom import is_out_of_memory
-from autoaccum.runs.configuration import PARAMETERS, differing
 from autoaccum.sweeps import draw
-from autoaccum.sweeps.claims import FINISHED
 from autoaccum.sweeps.options import Arguments
-from autoaccum.sweeps.spaces import MINIMISED, Batches, Direction, LearningRates, described, written
+from autoaccum.sweeps.spaces import MINIMISED, Batches, Direction, LearningRates
 from autoaccum.sweeps.studies import SETTINGS
 from autoaccum.training import recipes
-from autoaccum.training.options import OF_FIT
-
-DATA = ("data", "validation_data")
-"""What is the same whatever is searched for."""
-COMPARED = (*DATA, PARAMETERS)
-"""What two calls have to have in common even where they search for something else."""
+from autoaccum.training.options import NOT_IN_SWEEPS, OF_FIT, SHARED_IN_SWEEPS, FitArguments
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -62,12 +51,8 @@ class Objective:
     """Arguments of ``fit`` that take the place of what the recipe returns."""
     distributions: dict[str, BaseDistribution] = field(default_factory=dict)
     """What the first draw has searched, by name."""
-    trained: Arguments = field(default_factory=dict)
-    """What the first draw would have trained, and on which data; empty where not even its model fits."""
-    taken_parameters: list[weakref.ref[torch.Tensor]] = field(default_factory=list)
-    """Parameters that the first draw would have trained, and those that trials have: no other trial may train them.
-
-    Weak references, so that they keep no model in memory."""
+    taken: weakref.WeakSet[torch.nn.Module] = field(default_factory=weakref.WeakSet)
+    """Modules that the first draw would have trained, and those that trials have: no other trial may train them."""
 
     def arguments(self, trial: Trial) -> Arguments:
         """Return the arguments of ``fit`` for a trial; the recipe is called for them.
@@ -90,9 +75,8 @@ class Objective:
         for name, value in chosen.items():
             # What the recipe took it may have used up, as an lr in an optimizer that it made. Else it goes to fit as
             # well, so that a recipe may take lr only to look at it.
-            known = OF_FIT.get(name)
             is_used_up = name in taken and (
-                known is None or name in arguments or known.in_sweeps == "shared" or (name == "lr" and has_optimizer)
+                name not in OF_FIT or name in arguments or name in SHARED_IN_SWEEPS or (name == "lr" and has_optimizer)
             )
             if not is_used_up:
                 self._check_goes_to_fit(name, value, has_optimizer=has_optimizer)
@@ -104,24 +88,20 @@ class Objective:
 
     def _check_goes_to_fit(self, name: str, value: Any, *, has_optimizer: bool) -> None:
         """Refuse what was chosen if ``fit`` would not heed it, or would make trials incomparable by it."""
-        known = OF_FIT.get(name)
-        if known is not None and known.in_sweeps == "shared" and name not in self.metrics:
+        if name in SHARED_IN_SWEEPS and name not in self.metrics:
             # Of loss and samples there is a front.
             raise ArgumentError(name, value, "the same for all trials", "Leave it out of search_space.")
         if name == "lr" and has_optimizer:
             cure = "Write 'def recipe(lr): ...' and make the optimizer with it."
             raise ArgumentError(name, value, "a recipe that takes it, as it makes its own optimizer", cure)
-        if known is None or known.in_sweeps == "own":
+        if name not in OF_FIT or name in NOT_IN_SWEEPS:
             cure = f"Write 'def recipe({name}): ...' and use it there."
             raise ArgumentError(name, value, "an argument of fit, or a parameter of the recipe", cure)
 
-    def foreseen(self, trained_by: Callable[[Arguments], Arguments]) -> Objective:
+    def foreseen(self) -> Objective:
         """Return the same with its budget and cadence known, and found to make sense in one draw that is not kept.
 
         The draw is the same in every process that makes the same call.
-
-        Args:
-            trained_by: (arguments of fit) -> what decides the values of a trial that is given them.
 
         Raises:
             ArgumentError: no trial could be run, or compared with another.
@@ -135,13 +115,8 @@ class Objective:
             raise ArgumentError("lr", self.lr, "something to search for", cure)
         trial, arguments = draw.first_draw(self.arguments)
         self._check_comparable(arguments)
-        # Built as a trial's, and never run: it finds what cannot be trained, before a trial is spent on it.
-        trained: Arguments = {}
-        try:
-            trained = trained_by(arguments)
-        except Exception as error:  # a trial of another effective batch may fit
-            if not (isinstance(error, MemoryLimitError) or is_out_of_memory(error)):
-                raise
+        # Before there is a study that would be left behind; a trial's own directory is yet to come.
+        FitArguments(**{**arguments, "run_dir": "."}).check()
         samples = self._budget(arguments)
         every = arguments.get("validate_every")
         if every is None:  # ten validations a trial, by which it may be pruned
@@ -151,8 +126,7 @@ class Objective:
             samples=samples,
             fit_arguments={**self.fit_arguments, "validate_every": every},
             distributions=trial.distributions,
-            trained={"first draw": str(trial.params), **trained} if trained else {},
-            taken_parameters=list(map(weakref.ref, _parameters(arguments))),
+            taken=weakref.WeakSet(_trained(arguments)),
         )
 
     def _check_comparable(self, arguments: Arguments) -> None:
@@ -202,55 +176,12 @@ class Objective:
         settings = {"samples": self.samples, "metric": list(self.metrics), "direction": list(self.directions)}
         known = study.user_attrs.get(SETTINGS)
         if known is None:  # a new study
-            study.set_user_attr(SETTINGS, {**settings, "trained": self.trained})
+            study.set_user_attr(SETTINGS, settings)
             return
         for name, value in settings.items():
             if known[name] != value:
                 cure = "Trials of one study are compared by it: pass it, or choose another study_name."
                 raise ArgumentError(name, value, f"{known[name]!r}, as study {study.study_name!r} has it", cure)
-        trials = study.get_trials(deepcopy=False)
-        # If all trials have failed, there is nothing to compare with: the recipe has been mended since.
-        if trials and all(trial.state == TrialState.FAIL for trial in trials):
-            study.set_user_attr(SETTINGS, {**settings, "trained": self.trained})
-        before, now = study.user_attrs[SETTINGS]["trained"], self.trained
-        # With another range the first draw is another one. That is no other recipe, but its model and its learning rate
-        # may be others, so that only the data can be compared.
-        if before and now and before["first draw"] != now["first draw"]:
-            before, now = ({name: facts[name] for name in facts if name in COMPARED} for facts in (before, now))
-        if before and now and (differences := list(differing(before, now))):
-            accepted = f"what study {study.study_name!r} was begun with ({'; '.join(differences)})"
-            cure = "Trials of one study are compared: choose another study_name and another directory."
-            raise ArgumentError("recipe", getattr(self.recipe, "__name__", self.recipe), accepted, cure)
-        # Optuna itself would say so in the first trial, when the study is begun and the recipe has run.
-        for trial in trials:
-            for name in trial.distributions.keys() & self.distributions.keys():
-                old, new = trial.distributions[name], self.distributions[name]
-                try:
-                    check_distribution_compatibility(old, new)
-                except ValueError:
-                    accepted = f"{written(old)!r}, as study {study.study_name!r} has it"
-                    cure = "Optuna cannot change it within a study: choose another study_name and another directory."
-                    raise ArgumentError(name, written(new), accepted, cure) from None
-
-    def tell_other_ranges(self, study: optuna.Study) -> None:
-        """Warn where a study has trials of another range than this call's, which Optuna lets change."""
-        for name in ("lr", "effective_batch"):
-            # Ranges of a search_space may differ from trial to trial.
-            if getattr(self, name) is None:
-                continue
-            new = self.distributions.get(name)
-            for trial in study.get_trials(deepcopy=False, states=FINISHED):
-                old = trial.distributions.get(name)
-                if trial.distributions and old != new:
-                    before, now = (described(each) if each else "at one value" for each in (old, new))
-                    warnings.warn(
-                        f"Study {study.study_name!r} has trials for which {name} was searched {before}, and not {now}. "
-                        f"They count as trials of this sweep, and the best may be one of them. Choose another "
-                        f"study_name and another directory to have a study of this call's alone.",
-                        AutoaccumWarning,
-                        stacklevel=5,  # where sweep was called
-                    )
-                    break  # one of them is enough to know
 
     def check_new(self, arguments: Arguments) -> None:
         """Refuse a model that another trial has trained.
@@ -258,38 +189,19 @@ class Objective:
         Raises:
             RecipeResultError: it is one.
         """
-        parameters = _parameters(arguments)
-        # By identity: tensors have an == of their own. An id is that of another object once the first one is gone.
-        known = {id(parameter) for reference in self.taken_parameters if (parameter := reference()) is not None}
-        if any(id(parameter) in known for parameter in parameters):
+        trained = _trained(arguments)
+        if not self.taken.isdisjoint(trained):
             raise RecipeResultError(
                 f"{recipes.name_of(self.recipe)} returned a model that it has returned before, in whole or in part: a "
                 f"trial would go on with the weights of the last one. Make it inside of the recipe, or return a "
                 f"copy.deepcopy of it; what is not to be trained may be shared, with requires_grad_(False)."
             )
-        # Models that are gone need not be remembered, however many trials there are.
-        alive = [reference for reference in self.taken_parameters if reference() is not None]
-        self.taken_parameters[:] = [*alive, *map(weakref.ref, parameters)]
-
-    def check_data(self, data: Arguments) -> None:
-        """Warn where the data of a trial are others than those of the first draw."""
-        if self.trained and any(self.trained[name] != facts for name, facts in data.items()):
-            warnings.warn(
-                "The recipe has made other data for this trial than for another. Trials that are trained or validated "
-                "on other data are hardly comparable. Where that is not what is searched for, draw or split the data "
-                "with a seed of their own, such as generator=torch.Generator().manual_seed(0), for each trial has its "
-                "own seed; or make them once, outside of the recipe.",
-                AutoaccumWarning,
-                stacklevel=2,
-            )
+        self.taken.update(trained)
 
 
-def _parameters(arguments: Arguments) -> list[torch.Tensor]:
-    """Return the parameters that a trial trains."""
+def _trained(arguments: Arguments) -> list[torch.nn.Module]:
+    """Return the modules with parameters of their own that a trial trains."""
     # A loss, or a training step, may be a module with parameters of its own.
     modules = [arguments.get(name) for name in ("model", "loss_fn", "training_step")]
-    found = [p for m in modules if isinstance(m, torch.nn.Module) for p in m.parameters() if p.requires_grad]
-    # An optimizer may hold what no module does. One over parameters of the model holds them once more.
-    optimizer = arguments.get("optimizer")
-    groups = optimizer.param_groups if isinstance(optimizer, torch.optim.Optimizer) else ()
-    return list({id(p): p for p in (*found, *(p for group in groups for p in group["params"]))}.values())
+    parts = [part for module in modules if isinstance(module, torch.nn.Module) for part in module.modules()]
+    return [part for part in parts if any(p.requires_grad for p in part.parameters(recurse=False))]

@@ -9,16 +9,11 @@ from typing import Any
 import optuna
 from optuna.trial import FrozenTrial, TrialState
 
-from autoaccum.reporting.amounts import format_seconds
-from autoaccum.reporting.lines import counted, cut_text
+from autoaccum.reporting.lines import counted, cut_text, format_seconds
 from autoaccum.reporting.page import html_head, html_pictures, html_table, page_path, write_page
 from autoaccum.sweeps.claims import SEED
 from autoaccum.sweeps.plots import pictures
-from autoaccum.sweeps.spaces import described
 from autoaccum.sweeps.studies import ORIGIN, SETTINGS, STATES, best_trials, ranked, state_of, totals
-
-_FEW = 3
-"""Show each range of a parameter if it had at most so many; a sweep that goes on may have other ranges."""
 
 
 def write_study_report(
@@ -57,9 +52,8 @@ def _facts(study: optuna.Study, found: dict[str, Any]) -> list[tuple[str, str]]:
     """Return what was searched, what was best and what the search for micro-batches cost."""
     rows, trials = [], study.get_trials(deepcopy=False)
     for name in dict.fromkeys(name for trial in trials for name in trial.distributions):
-        ranges = {described(trial.distributions[name]): 0 for trial in trials if name in trial.distributions}
-        more = f", and {len(ranges) - _FEW:,} other ranges" if len(ranges) > _FEW else ""
-        rows.append((f"searched: {name}", ", then ".join([*ranges][:_FEW]) + more))
+        ranges = dict.fromkeys(str(trial.distributions[name]) for trial in trials if name in trial.distributions)
+        rows.append((f"searched: {name}", ", then ".join(ranges)))
     for name, direction in zip(found["metric"], found["direction"], strict=True):
         rows.append((f"{direction}d", name))
     for place, trial in zip(("best", "next best"), best_trials(study), strict=False):

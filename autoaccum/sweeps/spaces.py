@@ -8,11 +8,10 @@ from __future__ import annotations
 import re
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from importlib.util import find_spec
 from typing import Any, Literal, TypeVar, get_args
 
 from optuna import pruners, samplers
-from optuna.distributions import BaseDistribution, CategoricalDistribution, FloatDistribution
+from optuna.distributions import BaseDistribution, FloatDistribution
 from optuna.exceptions import ExperimentalWarning
 from optuna.pruners import BasePruner
 from optuna.samplers import BaseSampler
@@ -34,19 +33,14 @@ SAMPLERS: Mapping[str, Callable[[int], BaseSampler]] = {
     "tpe": lambda seed: samplers.TPESampler(seed=seed),
     "random": lambda seed: samplers.RandomSampler(seed=seed),
     "grid": lambda seed: samplers.BruteForceSampler(seed=seed),
-    "gp": lambda seed: samplers.GPSampler(seed=seed),
-    "cmaes": lambda seed: samplers.CmaEsSampler(seed=seed),
     "nsgaii": lambda seed: samplers.NSGAIISampler(seed=seed),
 }
 PRUNERS: Mapping[str, Callable[[], BasePruner]] = {
     "none": pruners.NopPruner,
     "hyperband": pruners.HyperbandPruner,
     "halving": pruners.SuccessiveHalvingPruner,
-    "wilcoxon": pruners.WilcoxonPruner,
 }
 """Pruners by name, but for the median, which is told how much of a trial is too early to judge by."""
-_PACKAGES = {"cmaes": "cmaes", "gp": "scipy", "wilcoxon": "scipy"}
-"""Packages of samplers and pruners that need one which Optuna does not bring."""
 
 
 def learning_rates(value: Any) -> LearningRates:
@@ -126,25 +120,6 @@ def _values(
     return found[0], found[1]
 
 
-def written(distribution: Any) -> str:
-    """Return what a distribution draws from as the text that would be passed for it.
-
-    >>> written(FloatDistribution(1e-4, 0.1, log=True)), written(CategoricalDistribution([25, 50]))
-    ('0.0001:0.1', '25,50')
-    """
-    if isinstance(distribution, CategoricalDistribution):
-        return ",".join(map(str, distribution.choices))
-    return f"{distribution.low}:{distribution.high}"
-
-
-def described(distribution: Any) -> str:
-    """Return a distribution's values in words; choices with a comma in them are quoted."""
-    if isinstance(distribution, CategoricalDistribution):
-        choices = [repr(choice) if "," in str(choice) else str(choice) for choice in distribution.choices]
-        return f"among {', '.join(choices)}"
-    return f"from {distribution.low:g} to {distribution.high:g}{' (logarithmic)' if distribution.log else ''}"
-
-
 def metrics(metric: Any, direction: Any) -> tuple[tuple[str, ...], tuple[Direction, ...]]:
     """Return the names, and the direction of each, which goes without saying only for those that every sweep has.
 
@@ -183,7 +158,7 @@ def _texts(argument: str, value: Any) -> tuple[str, ...]:
 def sampler_of(value: Any) -> BaseSampler | Callable[[int], BaseSampler]:
     """Return a sampler for all trials, or a function (seed) -> sampler; for a name one of ``SAMPLERS``."""
     if isinstance(value, str):
-        return SAMPLERS[_installed("sampler", one_of("sampler", value, tuple(SAMPLERS)))]
+        return SAMPLERS[one_of("sampler", value, tuple(SAMPLERS))]
     # A class can be called as well, but the first argument of most samplers is not a seed.
     if isinstance(value, type) or not isinstance(value, BaseSampler | Callable):
         accepted = f"a sampler of Optuna, a function (seed) -> sampler, or one of {', '.join(SAMPLERS)}"
@@ -216,14 +191,4 @@ def pruner_of(value: Any, samples: int) -> BasePruner:
         return pruners.MedianPruner(n_warmup_steps=samples // 3)
     with warnings.catch_warnings():  # who asks for one by name need not be told how new it is
         warnings.simplefilter("ignore", ExperimentalWarning)
-        return PRUNERS[_installed("pruner", value)]()
-
-
-def _installed(argument: str, name: str) -> str:
-    """Return the name; refuse it if the package that it needs is not there."""
-    # Said before the sweep begins, where Optuna would raise in the midst of the first trial.
-    package = _PACKAGES.get(name)
-    if package is not None and find_spec(package) is None:
-        cure = f"python -m pip install {package}."
-        raise ArgumentError(argument, name, f"the package {package}, which it needs and which is not installed", cure)
-    return name
+        return PRUNERS[value]()

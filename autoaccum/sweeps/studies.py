@@ -11,7 +11,7 @@ from optuna.trial import FrozenTrial, TrialState
 
 from autoaccum.errors import ArgumentError
 from autoaccum.sweeps.claims import directory_of
-from autoaccum.sweeps.storages import open_storage
+from autoaccum.sweeps.storages import JOURNAL, open_storage
 
 SETTINGS = "autoaccum"
 """Name of the user attribute by which a study is known to be a sweep's, and that holds its settings."""
@@ -56,7 +56,7 @@ def _file_of(url: str) -> Path | None:
     """Return the file that a storage is kept in; None of one on a server."""
     if url.startswith("sqlite"):
         return Path(url.partition(":///")[2].partition("?")[0])
-    return None if "://" in url else Path(url.removeprefix("journal:"))
+    return None if "://" in url else Path(url.removeprefix(JOURNAL))
 
 
 def state_of(trial: FrozenTrial) -> str:

@@ -7,15 +7,10 @@ checkpoint, under its own number: see ``claims``.
 from __future__ import annotations
 
 import gc
-import multiprocessing
 import os
-import pickle
-import signal
-import sys
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext, redirect_stdout, suppress
-from functools import partial
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, Unpack
 
@@ -23,26 +18,24 @@ import optuna
 from optuna.exceptions import ExperimentalWarning
 from optuna.pruners import BasePruner
 from optuna.samplers import BaseSampler
-from optuna.storages import BaseStorage, InMemoryStorage
+from optuna.storages import BaseStorage
 from optuna.trial import Trial, TrialState
 from tqdm.auto import tqdm
 
 from autoaccum._checks import positive_int
-from autoaccum.errors import ArgumentError, AutoaccumError, AutoaccumWarning
+from autoaccum.errors import ArgumentError, AutoaccumWarning
 from autoaccum.runs.records import HISTORY, environment
 from autoaccum.sweeps import spaces
 from autoaccum.sweeps.claims import FINISHED, Claims, directory_of
-from autoaccum.sweeps.crew import Crew, crew_of
 from autoaccum.sweeps.objective import Objective
 from autoaccum.sweeps.options import Arguments, PassedOn, Recipe, SweepArguments, of_sampler
-from autoaccum.sweeps.storages import answering, open_storage
+from autoaccum.sweeps.storages import open_storage
 from autoaccum.sweeps.studies import ORIGIN
-from autoaccum.sweeps.trial import Interrupted, ending_of, follow_trial, run_trial, trained_by
+from autoaccum.sweeps.trial import Interrupted, run_trial
 from autoaccum.training import recipes
-from autoaccum.training.declarations import Checked
+from autoaccum.training.single_process import refuse_ranks
 
 
-# Its parameters, their texts, and those passed on, are written by tests/write_signatures.py.
 def sweep(
     recipe: Recipe,
     *,
@@ -59,7 +52,6 @@ def sweep(
     storage: str | BaseStorage | None = None,
     study_name: str | None = None,
     directory: str | os.PathLike[str] | None = None,
-    jobs: int = 1,
     seed: int = 0,
     progress: bool = True,
     **fit_arguments: Unpack[PassedOn],
@@ -70,8 +62,8 @@ def sweep(
     process that is killed leaves its trial to the next, which goes on from its checkpoint. Ctrl-C ends it so, after the
     window.
 
-    Under torchrun each trial is a ``fit`` of all ranks. The first one alone asks the study, and has its storage and
-    directory; the others return a copy of it.
+    Processes that make the same call share the trials: start it once for each GPU. Under torchrun pass
+    ``ranks="independent"``.
 
     What the recipe's function has a parameter for is passed to it, everything else to ``fit``. So a recipe that makes
     its own optimizer is ``def recipe(lr)``, and one with a width to search for ``def recipe(width)``.
@@ -91,16 +83,15 @@ def sweep(
             several would be better the more there are); seconds (of training) or samples. Of several the study has a
             Pareto front, and prunes nothing.
         direction: minimize or maximize, for each metric; has to be said where it is not one of the three named.
-        sampler: tpe, random, grid, gp, cmaes or nsgaii; a sampler of Optuna; or a function (seed) -> sampler, called
-            for each trial with its seed, as one that was made with a seed draws the same again after each start.
-        pruner: median, hyperband, halving, wilcoxon or none; or one of Optuna. Its steps are samples. The median is
-            that of other trials, from a third of the samples on: before that a large effective batch has taken few
-            steps, which says little about where it ends.
-        storage: any URL of Optuna, journal:PATH or a path that ends in .log for a journal file, or a storage; a SQLite
-            file in the directory when left out.
+        sampler: tpe, random, grid or nsgaii; a sampler of Optuna; or a function (seed) -> sampler, called for each
+            trial with its seed, as one that was made with a seed draws the same again after each start.
+        pruner: median, hyperband, halving or none; or one of Optuna. Its steps are samples. The median is that of other
+            trials, from a third of the samples on: before that a large effective batch has taken few steps, which says
+            little about where it ends.
+        storage: any URL of Optuna, journal:PATH for a journal file, or a storage; a SQLite file in the directory when
+            left out.
         study_name: named after the recipe when left out.
         directory: for checkpoints and records, a run directory a trial; sweeps/STUDY_NAME when left out.
-        jobs: processes that share the trials.
         seed: a trial's own is its number more, and is among its user attributes.
         progress: show a bar over trials on standard error.
         **fit_arguments: any others of fit, in place of what the recipe returns.
@@ -114,28 +105,16 @@ def sweep(
     Raises:
         ArgumentError: an argument cannot be used, of the sweep or of a trial.
         RecipeError: the recipe cannot be used.
-        StorageError: the storage does not answer any more; the trial is gone on with by the next call.
         Exception: what a trial raised, which has failed then. One that does not fit, whose loss is not finite, or that
             a callback stopped before its samples has not: it is pruned.
     """
-    given = SweepArguments(
-        recipe=recipe, recipe_arguments=recipe_arguments, lr=lr, effective_batch=effective_batch,
-        search_space=search_space, num_trials=num_trials, samples=samples, metric=metric, direction=direction,
-        sampler=sampler, pruner=pruner, storage=storage, study_name=study_name, directory=directory, jobs=jobs,
-        seed=seed, progress=progress, fit_arguments=fit_arguments,
-    )  # fmt: skip
-    return _sweep(given)
+    return _sweep(SweepArguments(**locals()))
 
 
 def _sweep(given: SweepArguments) -> optuna.Study:
     """Run trials until the study has as many as were asked for, as one of the processes that do."""
     checked = given.check()
-    crew = crew_of(given.fit_arguments.get("ranks", "together"), given.jobs)
-    with nullcontext() if crew is None else crew.telling():
-        return _swept(given, checked, crew)
-
-
-def _swept(given: SweepArguments, checked: Checked, crew: Crew | None) -> optuna.Study:
+    refuse_ranks(given.fit_arguments.get("ranks", "together"), "A sweep")
     recipe, storage, num_trials = given.recipe, given.storage, given.num_trials
     metrics, directions = checked[spaces.metrics]
     # A sampler, or what makes one of a seed: that is called for each trial, so that every process draws otherwise.
@@ -158,13 +137,10 @@ def _swept(given: SweepArguments, checked: Checked, crew: Crew | None) -> optuna
         )
         # Mistakes in the recipe or in arguments come up here, before there is a study that would be left behind.
         with _quiet():
-            objective = objective.foreseen(trained_by)
+            objective = objective.foreseen()
         if given.sampler == "grid":
             spaces.check_grid(objective.distributions)
         gc.collect()  # what was made of a first draw refers to itself
-        if crew is not None and not crew.is_first:
-            with _quiet():
-                return crew.follow(partial(follow_trial, objective), ending_of)
         path = directory_of(name) if given.directory is None else Path(given.directory)
         if (path / HISTORY).exists():
             cure = "Pass another one: a report of it would show one of the two."
@@ -181,103 +157,24 @@ def _swept(given: SweepArguments, checked: Checked, crew: Crew | None) -> optuna
                 load_if_exists=True,
             )
             objective.check_same(study)  # trials of another objective cannot be compared with those to come
-            if _parent is None:  # else nobody has typed anything; each call is true of the trials that come with it
-                study.set_user_attr(ORIGIN, environment())
+            study.set_user_attr(ORIGIN, environment())  # each call is true of the trials that come with it
             return study
 
-        with _quiet(), answering(storage, path):
+        with _quiet():
             study = claims.open(study_of)
-            if _parent is None:  # else all processes would say the same
-                objective.tell_other_ranges(study)
             with (
                 suppress(Interrupted),  # its trial is left as it is, to be gone on with
-                _joined_by(given),
                 tqdm(total=num_trials, unit=" trials", disable=not given.progress) as bar,
             ):
                 _show(bar, study)
                 # Until no trial is missing. Which one is next is asked each time, for other processes run some too.
-                while _is_wanted():
+                while True:
                     with claims.next(study, None if isinstance(sampling, BaseSampler) else sampling) as trial:
                         if trial is None:  # the study has what it is to end with
                             break
-                        run_trial(objective, study, trial, claims.folder(trial), _is_wanted, crew)
+                        run_trial(objective, study, trial, claims.folder(trial))
                     _show(bar, study)
-            if crew is not None:
-                crew.end(study)
-        if others := claims.elsewhere(study):
-            numbers = ", ".join(str(trial.number) for trial in others)
-            warnings.warn(
-                f"Trials {numbers} are run in other directories, or were left there. This study has fewer finished "
-                f"trials until they end. Run the same command there, or give up one by study.tell({others[0].number}, "
-                f"state=optuna.trial.TrialState.FAIL) and run it here.",
-                AutoaccumWarning,
-                stacklevel=4,  # where sweep was called
-            )
         return study
-
-
-# Processes.
-
-
-# Global, for it is asked for deep inside the call that ``_work`` makes.
-_parent: Any = None
-"""Of a process that ``jobs`` started: the one that did."""
-
-
-def _is_wanted() -> bool:
-    """Return False once the process that started this one is gone: nobody waits for its trials any more."""
-    # A parent that was killed cannot end its children; without a look they would go on training for nobody.
-    return _parent is None or bool(_parent.is_alive())
-
-
-def _work(settings: Arguments) -> None:
-    """Make the same call of ``sweep`` in a process that another has started."""
-    global _parent
-    _parent = multiprocessing.parent_process()
-    # Between windows too it ends in order, and leaves no semaphores to be warned of.
-    signal.signal(signal.SIGTERM, signal.default_int_handler)
-    # Standard output is the first process's: it may be a document.
-    with suppress(KeyboardInterrupt), redirect_stdout(sys.stderr):
-        try:
-            sweep(**settings)
-        except AutoaccumError as error:
-            sys.exit(f"error: {error}")
-
-
-@contextmanager
-def _joined_by(given: SweepArguments) -> Iterator[None]:
-    """Start the other processes that make the same call, and wait for them at its end.
-
-    When it ends in an error, they end after their windows.
-
-    Raises:
-        ArgumentError: other processes cannot.
-    """
-    jobs = given.jobs
-    settings = {**given.call(), "jobs": 1, "progress": False}
-    # Said before anything is started: in a child the error would have no one to go to.
-    if jobs > 1:
-        accepted = "1 for what other processes cannot have"
-        try:
-            pickle.dumps(settings)
-        except Exception as error:
-            cure = "Define the recipe and other functions at the top of a module."
-            raise ArgumentError("jobs", jobs, accepted, f"{error}. {cure}") from None
-        if isinstance(settings["storage"], InMemoryStorage):
-            raise ArgumentError("jobs", jobs, accepted, "Leave storage out, or pass one that is not in memory.")
-    context = multiprocessing.get_context("spawn")  # a fork of a process with threads, or a device, may hang
-    workers = [context.Process(target=_work, args=(settings,)) for _ in range(jobs - 1)]
-    for worker in workers:
-        worker.start()
-    try:
-        yield
-    except BaseException:
-        for worker in workers:
-            worker.terminate()  # SIGTERM: they end after their windows, with a checkpoint
-        raise
-    finally:
-        for worker in workers:
-            worker.join()
 
 
 # What is shown.

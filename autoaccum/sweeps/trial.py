@@ -8,14 +8,9 @@ the sweep. A trial that a signal or a full disk has ended stays a running one, w
 from __future__ import annotations
 
 import gc
-import hashlib
-import json
 import math
-import multiprocessing
-import os
 import shutil
 import warnings
-from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -37,24 +32,15 @@ from autoaccum.events import Finished, OutOfMemory, Record, Resumed, StepReport,
 from autoaccum.memory.oom import is_out_of_memory
 from autoaccum.reporting.progress import Teller
 from autoaccum.sweeps.claims import SEED
-from autoaccum.sweeps.crew import Crew, EndedElsewhere, Order
-from autoaccum.sweeps.draw import cause_of, chosen_by
+from autoaccum.sweeps.draw import cause_of
 from autoaccum.sweeps.objective import Objective
 from autoaccum.sweeps.options import Arguments
 from autoaccum.sweeps.spaces import MINIMISED
-from autoaccum.training.result import FitResult
 from autoaccum.training.trainer import Trainer
 
 
-def run_trial(
-    objective: Objective,
-    study: optuna.Study,
-    trial: Trial,
-    folder: Path,
-    is_wanted: Callable[[], bool],
-    crew: Crew | None = None,
-) -> None:
-    """Run a trial to its end, for as long as it ``is_wanted``, with the ranks of a ``crew`` where there is one.
+def run_trial(objective: Objective, study: optuna.Study, trial: Trial, folder: Path) -> None:
+    """Run a trial to its end.
 
     Raises:
         Interrupted: a signal came first; the trial has its checkpoint and is still a running one.
@@ -62,51 +48,30 @@ def run_trial(
     # Only the text is kept: the error's frames hold the trial's model, until the except clause is left.
     text = ""
     try:
-        _run(objective, study, trial, folder, is_wanted, crew, resume="auto")
+        _run(objective, study, trial, folder, resume="auto")
     except CheckpointCorruptError as error:
         text = f"Trial {trial.number} cannot be gone on with, and begins anew: {error}"
     gc.collect()  # a run refers to itself, and the next needs its memory
     if text:
         warnings.warn(text, AutoaccumWarning, stacklevel=2)
-        _run(objective, study, trial, folder, is_wanted, crew, resume=False)
+        _run(objective, study, trial, folder, resume=False)
         gc.collect()
 
 
-def _run(
-    objective: Objective,
-    study: optuna.Study,
-    trial: Trial,
-    folder: Path,
-    is_wanted: Callable[[], bool],
-    crew: Crew | None,
-    *,
-    resume: Any,
-) -> None:
-    order = Order(trial.number, trial.params, trial.user_attrs[SEED], folder, resume)
+def _run(objective: Objective, study: optuna.Study, trial: Trial, folder: Path, *, resume: Any) -> None:
     # What becomes of it unless it turns out to be complete; an error that is none of the trial's never gets to _tell.
     trainer: Trainer | None = None
     values, state = None, TrialState.PRUNED
     noted: Arguments = {}
-
-    def train() -> tuple[Trainer, FitResult, _Reporter]:
-        nonlocal trainer
-        arguments = _arguments(objective, trial, order)
-        reporter = _Reporter(trial, objective.metrics, arguments["validate_every"], arguments["samples"], is_wanted)
-        arguments["callbacks"] = [*arguments.get("callbacks", ()), reporter]
-        trainer = made = _trainer(objective, arguments)  # known out there where its fit ends by an error, too
-        return made, made.fit(), reporter
-
     try:
-        if crew is None:
-            done, result, reporter = train()
-        else:
-            # Chosen before other ranks hear of it, for they have no study to ask.
-            seed_everywhere(order.seed)
-            chosen_by(trial, objective.lr, objective.effective_batch, objective.search_space)
-            crew.announce(order._replace(params=trial.params))
-            done, result, reporter = crew.train(train, ending_of)
+        arguments = _arguments(objective, trial, folder, resume)
+        reporter = _Reporter(trial, objective.metrics, arguments["validate_every"], arguments["samples"])
+        arguments["callbacks"] = [*arguments.get("callbacks", ()), reporter]
+        objective.check_new(arguments)
+        trainer = Trainer(**arguments)
+        result = trainer.fit()
         last = result.events[-1]
-        if reporter.is_orphan or (isinstance(last, Finished) and last.reason == "interrupted"):
+        if isinstance(last, Finished) and last.reason == "interrupted":
             raise Interrupted
         validations = [event for event in result.events if isinstance(event, Validated)]
         if validations and _diverges(validations[-1], objective.metrics):
@@ -114,7 +79,7 @@ def _run(
         elif isinstance(last, Finished) and last.reason == "stopped" and not reporter.is_pruned:
             noted = {"stopped": True}  # with fewer samples than those it would be compared with
         elif validations and not reporter.is_pruned:
-            facts = _facts(done)
+            facts = _facts(trainer)
             found = {"seconds": facts["seconds"], "samples": facts["num_samples"]}
             found |= {name: _reported(validations[-1], name) for name in objective.metrics if name not in found}
             state, values = TrialState.COMPLETE, [found[name] for name in objective.metrics]
@@ -140,43 +105,17 @@ def _run(
         shutil.rmtree(folder / "checkpoints", ignore_errors=True)
 
 
-def _arguments(objective: Objective, trial: Trial, order: Order) -> Arguments:
+def _arguments(objective: Objective, trial: Trial, folder: Path, resume: Any) -> Arguments:
     """Return the arguments of ``fit`` for a trial."""
-    seed_everywhere(order.seed)  # for the recipe: fit does it again, once the model is there
+    seed = trial.user_attrs[SEED]
+    seed_everywhere(seed)  # for the recipe: fit does it again, once the model is there
     # One checkpoint is enough to go on from, and a sweep has many trials; a recipe may say otherwise.
     arguments = {"keep_checkpoints": 1, **objective.arguments(trial)}
-    return arguments | {"seed": order.seed, "run_dir": order.folder, "resume": order.resume, "progress": False}
-
-
-def _trainer(objective: Objective, arguments: Arguments) -> Trainer:
-    """Return what trains by these arguments, once it is seen that the trial can be compared with others."""
-    objective.check_new(arguments)
-    trainer = Trainer(**arguments)
-    objective.check_data(_data(trainer))
-    return trainer
-
-
-def follow_trial(objective: Objective, order: Order) -> None:
-    """Train a trial that the first rank has announced, of which only that one reports."""
-    # What it suggests is what was chosen there, for a search_space too.
-    fixed: Any = optuna.trial.FixedTrial(order.params, order.number)
-    _trainer(objective, _arguments(objective, fixed, order)).fit()
-
-
-def ending_of(error: BaseException) -> Arguments | None:
-    """Return what other ranks note of a trial that such an error ends on one of them; None if the sweep ends, too."""
-    if isinstance(error, NonFiniteLossError):
-        return {"diverged": True}
-    # Of the first rank, which begins the trial anew, or has nothing to tell of it.
-    if isinstance(error, CheckpointCorruptError | UpdateFinishedTrialError):
-        return {}
-    return _end_of(cause_of(error))
+    return arguments | {"seed": seed, "run_dir": folder, "resume": resume, "progress": False}
 
 
 def _end_of(error: BaseException) -> Arguments | None:
     """Return what is noted of a trial that such an error ends and does not fail; None if it fails."""
-    if isinstance(error, EndedElsewhere):
-        return error.noted
     if isinstance(error, MemoryLimitError) or is_out_of_memory(error):
         numbers = ("micro_batch", "peak_bytes", "limit_bytes")
         return {"not_fitting": {name: getattr(error, name, None) for name in numbers}}
@@ -190,34 +129,21 @@ class Interrupted(Exception):
 class _Reporter(Teller):
     """Callback of ``fit`` that tells the study how a trial goes, by the samples it has seen.
 
-    It ends the run when it is not worth going on, and when nobody wants it any more; and it tells at once that a signal
-    has come, in the process that a user has started.
+    It ends the run when it is not worth going on, and tells at once that a signal has come.
     """
 
-    def __init__(
-        self, trial: Trial, metrics: tuple[str, ...], every: int, samples: int, is_wanted: Callable[[], bool]
-    ) -> None:
+    def __init__(self, trial: Trial, metrics: tuple[str, ...], every: int, samples: int) -> None:
         self._trial, self._metrics, self._every, self._samples = trial, metrics, every, samples
-        self._is_wanted = is_wanted
         # Optuna prunes by one objective only, and by what a trial has cost so far it should not.
         self._reports = len(metrics) == 1 and metrics[0] not in ("seconds", "samples")
         # Steps that a process before this one has reported: Optuna warns of a second report.
         self._known = set(trial.study.get_trials(deepcopy=False)[trial.number].intermediate_values)
         self._seen = 0  # samples so far
-        # Why it has stopped the run: the pruner or a loss that is not finite; or the sweep's first process is gone.
-        self.is_pruned = self.is_orphan = False
-
-    def ending(self, *, may_repeat: bool) -> None:
-        """Tell that a signal has come, once for all processes: a terminal sends it to each."""
-        if multiprocessing.parent_process() is None:
-            super().ending(may_repeat=may_repeat)
+        self.is_pruned = False  # by the pruner, or for a loss that is not finite
 
     def __call__(self, record: Record) -> None:
         if isinstance(record, StepReport | Resumed):
             self._seen = record.num_samples
-            if not self._is_wanted():
-                self.is_orphan = True
-                raise StopTraining
         elif isinstance(record, Validated):
             is_last = self._seen >= self._samples
             # Windows of different sizes end at different samples, and pruners compare what has the same step.
@@ -269,37 +195,3 @@ def _facts(trainer: Trainer) -> Arguments:
         "peak_bytes": max((report.peak_bytes for report in history), default=0),
         "micro_batches": tuner.plan(*tuner.full_window),
     }
-
-
-def _data(trainer: Trainer) -> Arguments:
-    """Return descriptions of what a trial is trained and validated on."""
-    validator = trainer._validator
-    return {
-        "data": trainer._source.description(),
-        "validation_data": None if validator is None else validator._source.description(),
-    }
-
-
-def trained_by(arguments: Arguments) -> Arguments:
-    """Return what decides the values of a trial that is given these arguments of ``fit``; nothing is trained.
-
-    They are a few short texts: those of large models would not fit into a storage.
-    """
-    # By itself, for nothing is trained: other ranks make the same, and none waits for it.
-    trainer = Trainer(**{**arguments, "run_dir": os.curdir, "progress": False, "ranks": "independent"})
-    trained = trainer.configuration()["trained"]
-    return {
-        **{name: _digest(facts) if name in _LONG else facts for name, facts in trained.items()},
-        **_data(trainer),
-    }
-
-
-_LONG = ("model", "loss", "optimizer")
-"""Of what decides the values of a trial, descriptions that have an entry for each parameter."""
-
-
-def _digest(facts: Arguments | None) -> str | None:
-    """Return a short text that differs where the facts differ."""
-    if facts is None:
-        return None
-    return f"{facts['class']} {hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:12]}"

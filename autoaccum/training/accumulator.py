@@ -1,55 +1,105 @@
-"""``Accumulator``: the windows of ``fit`` for a training loop of one's own."""
+"""``Accumulator``: the windows of ``fit`` for your own training loop."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from typing import Any, Literal
 
 import torch
 from torch import nn
+from torch.utils.data import default_collate
 
 from autoaccum import _checks
-from autoaccum.data import batches, foreign
+from autoaccum.data import foreign
 from autoaccum.data.arrays import converted, is_plain
-from autoaccum.data.base import Window
-from autoaccum.data.lengths import BatchLengths
+from autoaccum.data.base import Item, Window
+from autoaccum.data.grouped import GroupedSamples
+from autoaccum.data.lengths import BatchLengths, Padding
+from autoaccum.data.pieces import Pieces, SampleReader, items_form, with_preserved_randomness
 from autoaccum.data.randomness import mix
-from autoaccum.data.splits import SplitLike, is_said, split_of, tensors
-from autoaccum.errors import AlreadySteppedError, CheckpointCorruptError, ConflictingArgumentsError, EmptyDatasetError
+from autoaccum.data.splits import SplitLike, is_said, split_of
+from autoaccum.distributed.gradients import Compression
+from autoaccum.errors import (
+    ArgumentTypeError,
+    CheckpointCorruptError,
+    ConflictingArgumentsError,
+    EmptyDatasetError,
+)
 from autoaccum.events import Event
-from autoaccum.loss.functions import loss_function, stated
-from autoaccum.loss.stated import CountItems, Reducing
 from autoaccum.memory.devices import being_current, current_device_kept
 from autoaccum.memory.limit import MemoryLimit
 from autoaccum.memory.oom import insist, room_for_model
-from autoaccum.planning.ladder import SavingMode
-from autoaccum.ranks.summing import Compression
+from autoaccum.planning.limits import SavingMode
 from autoaccum.runs.past_of_run import describe
-from autoaccum.training import notices, together
-from autoaccum.training.alone import Ranks, only_run
-from autoaccum.training.declarations import check
-from autoaccum.training.lazy import refuse_lazy
-from autoaccum.training.meeting import meeting_of
-from autoaccum.training.options import CHECKS, OF_ACCUMULATOR, modules_of
-from autoaccum.training.setup import device_of, make_step, place_of
-from autoaccum.training.step_samples import StepSamples
+from autoaccum.step.gradient import Gradient
+from autoaccum.step.job import Precision
+from autoaccum.step.module_state import batch_norms, smallest_micro_batch
+from autoaccum.step.optimizers import allocate_state, bare_tensors, check_optimizer, needs_closure, trainable_parameters
+from autoaccum.step.outputs import on_device, placed
+from autoaccum.step.split_calls import Layout
+from autoaccum.step.terms import CountItems, Reducing
+from autoaccum.training import notices, rank_sync
+from autoaccum.training.accumulator_sync import meeting_of
+from autoaccum.training.options import OF_FIT, FitArguments
+from autoaccum.training.setup import GivenBatch, device_of, job_of, make_step, place_of
+from autoaccum.training.single_process import Ranks, only_run
 from autoaccum.training.synonyms import answering, of_one_batch
-from autoaccum.window.batch_norm import batch_norms, smallest_micro_batch
-from autoaccum.window.gradient import Gradient
-from autoaccum.window.job import Job
-from autoaccum.window.optimizers import (
-    allocate_state,
-    bare_tensors,
-    check_optimizer,
-    needs_closure,
-    trainable_parameters,
-)
-from autoaccum.window.outputs import on_device, placed
-from autoaccum.window.precision import Precision
-from autoaccum.window.split_calls import Layout
+
+
+class StepSamples:
+    """The samples of one step after the other, collated as those of ``fit`` are.
+
+    A micro-batch is collated under a seed of its own, and leaves the random states as they were; samples of different
+    lengths are served longest first.
+    """
+
+    def __init__(self, collate_fn: Callable[[list[Any]], Any], seed: int, device: torch.device) -> None:
+        """Set up.
+
+        Args:
+            collate_fn: makes a batch of a list of samples.
+            seed: of what it draws.
+            device: where micro-batches go.
+        """
+        # The reader of ``fit``, which collates under a seed for each micro-batch, and gives a collate_fn copies of
+        # samples that it may take apart. There is nothing for it to read: the samples are there.
+        self._collate = with_preserved_randomness(SampleReader(None, collate_fn, mix(seed)))
+        self._device = device
+        self._padding = None if collate_fn is default_collate else Padding(self._collate)
+
+    def window(self, samples: Any, step: int) -> Window:
+        """Return the samples of a step as a window.
+
+        Raises:
+            ArgumentTypeError: they are no list.
+            EmptyDatasetError: there is none.
+        """
+        if not isinstance(samples, list | tuple) or hasattr(samples, "_fields"):
+            cure = "With collate_fn, a step is given samples; leave it out for a batch that is collated already."
+            raise ArgumentTypeError("batch", samples, "a list of samples", cure)
+        if not samples:
+            raise EmptyDatasetError("batch", "it is an empty list.")
+        items: list[Item] = [(step, position, sample) for position, sample in enumerate(samples)]
+        position = 0
+
+        # In the form in which data are read, so that windows are grouped and kept as those of ``fit``.
+        def next_items(wished: int) -> tuple[int, list[Item]]:
+            nonlocal position
+            found = items[position : position + wished]
+            if not found:
+                raise StopIteration
+            position += len(found)
+            return len(found), found
+
+        if self._padding is None:  # of one shape: there is nothing to group
+            reader: Any = Pieces(next_items, form=items_form(self._collate), device=self._device)
+        else:
+            reader = GroupedSamples(next_items, collate=self._collate, padding=self._padding, device=self._device)
+        window: Window = reader.window(len(items))
+        return window
 
 
 class Accumulator:
@@ -68,10 +118,9 @@ class Accumulator:
     the model. Batches may be of any size, and on the host.
 
     Under torchrun every rank makes one, and passes its own part of each batch: of whatever size, and of no rows where
-    it has none. What is computed is that of all parts joined, the same on all ranks, which have to call it together.
+    it has none. What is computed is that of all parts joined, the same on all ranks, which have to call it rank_sync.
     """
 
-    # Its parameters, their texts, and those checked, are written by tests/write_signatures.py.
     @answering("Accumulator")
     def __init__(
         self,
@@ -120,7 +169,7 @@ class Accumulator:
                 micro-batch.
             memory_limit: device memory this process may use, as bytes, "8GiB", a share such as 0.5, or a function () ->
                 one of these, asked again as training goes on.
-            headroom: fraction of the limit that plans leave free, but for micro-batches of up to four samples.
+            headroom: fraction of the limit that plans leave free, but for the smallest micro-batch.
             memory_saving: auto: where not even the smallest micro-batch fits, blocks compute their forward twice
                 (checkpoint), then tensors go to the host (offload), to the same bits; off: never; one of these, or
                 both: always.
@@ -151,21 +200,19 @@ class Accumulator:
             LimitBelowModelError: the limit is below what is needed before the first sample.
         """
         optimizer = _unprepared(optimizer)
-        checked = check(
-            OF_ACCUMULATOR, CHECKS, model=model, optimizer=optimizer, loss_fn=loss_fn, training_step=training_step,
-            num_items=num_items, reduction=reduction, micro_batch=micro_batch, max_micro_batch=max_micro_batch,
-            min_micro_batch=min_micro_batch, memory_limit=memory_limit, headroom=headroom, memory_saving=memory_saving,
-            patience=patience, precision=precision, clip_norm=clip_norm, accumulate=accumulate, verify=verify,
-            strict=strict, ranks=ranks, compression=compression, collate_fn=collate_fn, split=split,
-            batch_dim=batch_dim, callbacks=callbacks,
-        )  # fmt: skip
-        loss_of, counts, reduction, divides = stated(checked[loss_function], num_items, reduction)
-        self._callbacks = checked[_checks.of_event_callbacks]
-        self._modules = modules_of(model, loss_fn, training_step)
+        # Its callbacks take events alone, and there is no recorded run to repeat.
+        _checks.of_micro_batch(micro_batch)
+        self._callbacks = _checks.of_event_callbacks(callbacks)
+        given = {name: value for name, value in locals().items() if name in OF_FIT}
+        arguments = FitArguments(**{**given, "callbacks": ()}, data=None, effective_batch=1)
+        checked = arguments.check()
+        self._modules = arguments.modules()
         parameters = trainable_parameters(model, self._modules, optimizer)
         # One of another model would train nothing, and say nothing.
         check_optimizer(optimizer, parameters, functions=(loss_fn, training_step))
-        _refuse(model, optimizer, parameters, precision)
+        if needs_closure(optimizer) and precision == "fp16":
+            cure = "It looks at the loss between its own updates, which no gradient scaler can follow: take 'bf16'."
+            raise ConflictingArgumentsError("precision", precision, f"optimizer={type(optimizer).__name__}", cure)
         with current_device_kept():
             # Where the caller has put it: to move it would leave an optimizer's state, or a compiled model, behind.
             # Where nothing of it is trained, it is the frozen parameters that tell, or what the optimizer holds.
@@ -176,7 +223,7 @@ class Accumulator:
         # From here on others wait for this rank: what ends it is told to them.
         with self._telling():
             if self._meeting is not None:
-                together.refuse_options(self._modules, min_micro_batch)
+                rank_sync.refuse_options(self._modules, min_micro_batch)
                 self._meeting.group.summing.prepare(parameters, compression)
             # Left to the first step, it would be allocated after plans have been measured without it.
             with place.limit.kept(), room_for_model(place.memory, place.limit.bytes, parameters):
@@ -200,32 +247,18 @@ class Accumulator:
         self._samples = None if collate_fn is None else StepSamples(collate_fn, self._seed(), self._device)
         self._batch_norms = batch_norms(self._modules)  # whose modes decide how small a micro-batch may be
         self._modes = [layer.training for layer in self._batch_norms]
-        job = Job(
-            model=model, modules=tuple(self._modules), optimizer=optimizer, loss_of=loss_of, num_items=counts,
-            divides=divides, reduction=reduction,
-            min_micro_batch=min_micro_batch or 1, collate_fn=collate_fn, split=self._split, device=self._device,
-            precision=precision,
-        )  # fmt: skip
+        job = job_of(arguments, checked, place.device, model, optimizer)
         # What decides what is computed has to be the same on all ranks; how windows are cut is each one's own.
-        self._given: dict[str, Any] = {"reduction": reduction, "compression": compression}
+        self._given: dict[str, Any] = {"reduction": job.reduction, "compression": compression}
         self._given |= {"clip_norm": clip_norm, "precision": precision}
         with self._telling():
             self._step = make_step(
                 job,
+                arguments,
+                place,
+                self._emit,
                 micro_batch=micro_batch if isinstance(micro_batch, int) else None,
-                max_micro_batch=max_micro_batch,
-                full_window=None,
-                place=place,
-                headroom=headroom,
-                patience=patience,
-                clip_norm=clip_norm,
-                verify=verify,
-                strict=strict,
-                emit=self._emit,
                 group=None if self._meeting is None else self._meeting.group,
-                compression=compression,
-                memory_saving=memory_saving,
-                accumulate=accumulate,
             )
 
     @of_one_batch
@@ -254,7 +287,7 @@ class Accumulator:
         """
         # What the caller does between steps is his own matter, and other Accumulators have limits of their own.
         with self._telling(), self._step.limit.kept():
-            if self._step.strays.were_changed(self._step.job.optimizer):
+            if self._step.strays.were_changed():
                 self._step.announcer.say_once(notices.changed_late())
             window = self._part(batch, "step")
             gradient = self._run(window)
@@ -265,7 +298,7 @@ class Accumulator:
                 self._step.apply(gradient, lambda: self._run(window))
             self._step.strays.stepped(self._step.job.optimizer)
         self.outputs = outputs
-        return gradient.loss.as_subclass(_Stepped)
+        return gradient.loss
 
     @of_one_batch
     def backward(self, batch: Any) -> torch.Tensor:
@@ -280,7 +313,7 @@ class Accumulator:
             gradient = self._run(self._part(batch, "backward"))
         self._step.strays.expect()
         self._step.number += 1  # the caller steps, and windows are numbered by steps in what is announced
-        return gradient.loss.as_subclass(_Backwarded)
+        return gradient.loss
 
     def state_dict(self) -> dict[str, Any]:
         """Return what was found out about the loss, about memory and about time, as plain values for a checkpoint.
@@ -338,7 +371,7 @@ class Accumulator:
         # A rank may be given nothing, as where its data has ended before that of others.
         may_be_empty = self._meeting is not None
         if self._samples is not None and may_be_empty and isinstance(batch, list) and not batch:
-            return _Batch(batch, 0, self._device)
+            return GivenBatch(batch, 0, self._device)
         if self._samples is not None:
             return self._samples.window(batch, self._step.number)
         if not (is_said(self._split) or is_plain(batch)):
@@ -348,10 +381,10 @@ class Accumulator:
         if not num_samples and not may_be_empty:
             raise EmptyDatasetError("batch", "its tensors have no rows.")
         if not num_samples:
-            return _Batch(batch, 0, self._device)
+            return GivenBatch(batch, 0, self._device)
         length = self._length_of(batch, num_samples, self._split)  # padded already, so all samples have the same
         lengths = None if length is None else (length,) * num_samples
-        return _Batch(batch, num_samples, self._device, lengths, self._split)
+        return GivenBatch(batch, num_samples, self._device, lengths, self._split)
 
     @torch.enable_grad()
     @only_run("Accumulator.step")
@@ -386,84 +419,6 @@ class Accumulator:
         self.events.append(event)
         for callback in self._callbacks:
             callback(event)
-
-
-class _Stepped(torch.Tensor):
-    """The loss that ``step`` returns: a tensor like any other but for a ``backward()`` that was left in the loop."""
-
-    done = "accumulator.step(batch) has computed the gradient and taken the step"
-    # What is computed of it is a plain tensor, at no cost.
-    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
-
-    def backward(self, *args: Any, **kwargs: Any) -> None:
-        """Raise, for there is nothing left to do."""
-        raise AlreadySteppedError(f"loss.backward() has nothing to do: {self.done}. Delete loss.backward().")
-
-    # As ``loss / accumulation_steps`` and a scaler have it, which are left in the same loops.
-    def __truediv__(self, other: Any) -> Any:
-        return self._as_left(super().__truediv__(other))
-
-    def __mul__(self, other: Any) -> Any:
-        return self._as_left(super().__mul__(other))
-
-    def _as_left(self, loss: Any) -> Any:
-        return loss if loss is NotImplemented or loss.requires_grad else loss.as_subclass(type(self))
-
-    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
-        return repr(self.as_subclass(torch.Tensor))
-
-    def __format__(self, format_spec: str) -> str:
-        return format(self.as_subclass(torch.Tensor), format_spec)
-
-    def __reduce_ex__(self, proto: Any) -> Any:
-        return self.as_subclass(torch.Tensor).__reduce_ex__(proto)  # type: ignore[no-untyped-call]
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> torch.Tensor:
-        return self.detach().clone()
-
-
-class _Backwarded(_Stepped):
-    """The loss that ``backward`` returns."""
-
-    done = "accumulator.backward(batch) has computed the gradient, and optimizer.step() is next"
-
-
-def _refuse(
-    model: nn.Module, optimizer: torch.optim.Optimizer, parameters: Sequence[torch.Tensor], precision: str
-) -> None:
-    """Refuse what no loop of the caller's can be stepped with.
-
-    Raises:
-        ConflictingArgumentsError: an optimizer that asks for a closure, and a gradient scaler.
-        ArgumentError: layers of the model are not built yet.
-    """
-    if needs_closure(optimizer) and precision == "fp16":
-        cure = "It looks at the loss between its own updates, which no gradient scaler can follow: take 'bf16'."
-        raise ConflictingArgumentsError("precision", precision, f"optimizer={type(optimizer).__name__}", cure)
-    # Its layers are built by a first forward, which is not ours to make in a loop of the caller's.
-    refuse_lazy(model, parameters)
-
-
-@dataclass(slots=True)
-class _Batch:
-    """A window whose samples are all there: the batch itself, which is cut."""
-
-    batch: Any
-    num_samples: int
-    device: torch.device
-    lengths: tuple[int, ...] | None = None
-    """Of each sample, where they have one."""
-    split: Any = tensors
-    """What cuts it."""
-
-    def micro_batch(self, start: int, size: int) -> Any:
-        """Return some of the samples, on the device."""
-        # Copied, for a forward may write to its inputs, and a replay has to see the batch as it was.
-        return batches.to_device(self.split(self.batch, start, size), self.device, copy=True)
-
-    def samples(self, positions: Sequence[int]) -> Any:
-        """Return the samples at those positions as one batch, where they lie."""
-        return self.split.join([self.split(self.batch, position, 1) for position in positions])
 
 
 def _unprepared(optimizer: Any) -> Any:

@@ -11,12 +11,12 @@ import torch
 from torch import nn
 
 from autoaccum import _checks
+from autoaccum.distributed.fsdp import units_of
 from autoaccum.errors import ArgumentError, CheckpointCorruptError
 from autoaccum.events import Record, Started, StepReport
 from autoaccum.memory.oom import insist
-from autoaccum.ranks.units import units_of
 from autoaccum.training.hooks import Ready
-from autoaccum.training.modes import evaluating
+from autoaccum.training.optimizer_attributes import evaluating
 from autoaccum.training.options import FitArguments
 from autoaccum.training.synonyms import answering
 

@@ -1,51 +1,22 @@
-"""How an argument is declared, and what can be asked of declared arguments.
+"""What functions take, read off their signatures and docstrings; and the checks that are made of it.
 
-A class of options is a frozen dataclass whose fields are made by ``option``: see ``training.options`` for those of
-``fit``, and ``sweeps.options`` for those of ``sweep``.
+The signature and the ``Args:`` of a function are the declaration of its arguments: the command line makes its options
+of them.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import functools
 import inspect
-import sys
+import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import MISSING, dataclass
-from typing import Any, Literal, TypeVar, cast, dataclass_transform, overload
+from dataclasses import dataclass
+from typing import Any, Concatenate, ParamSpec, TypeVar
 
+P = ParamSpec("P")
+S = TypeVar("S")
 T = TypeVar("T")
-C = TypeVar("C", bound=type)
-_AS_IN_FIT: Any = object()  # None is a default like any other, and dataclasses' MISSING says that there is none
-
-Verb = Literal["probe", "accumulator", "check"]
-"""What else takes arguments of ``fit``."""
-
-Decides = Literal["training", "budget", "how"]
-"""What an argument decides.
-
-* ``training``: what is trained. A run that is resumed has to be given the same value.
-* ``budget``: how long. Of several ways to say it, one replaces the other.
-* ``how``: by what means, what is looked at and what is kept; or it decides what is trained, and a run's directory
-  describes the object itself: the model, the data, the optimizer and the schedules.
-"""
-
-InSweeps = Literal["searched", "shared", "own"]
-"""What a sweep does with an argument: its search may set it for each trial; all trials share it; or none passes it on,
-as the recipe returns it or the sweep itself decides it."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Own:
-    """How an argument of ``fit`` differs where something else takes it too; what is left out is as in ``fit``."""
-
-    # Empty texts and None stand for "as in fit", so that only what differs is written down.
-    name: str = ""
-    text: str = ""
-    annotation: str = ""
-    default: Any = _AS_IN_FIT
-    """MISSING where a value has to be passed."""
-    check: Callable[..., Any] | None = None
-    is_positional: bool = False
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -53,123 +24,77 @@ class Argument:
     """One argument, as a function takes it."""
 
     name: str
-    annotation: str
-    """Its type, as it is written in a signature."""
+    type: Any
     default: Any
-    """MISSING where a value has to be passed."""
     text: str
-    check: Callable[..., Any] | None
-    """Its parameters bear the names of the arguments that it looks at; see ``check``."""
-    is_positional: bool
-    is_rest: bool
-    """Whether it gathers further arguments by their names."""
-    # The defaults of ``option`` are the common case: what decides nothing of training may be searched by a sweep.
-    decides: Decides
-    in_sweeps: InSweeps
-    module: str
-    """Where it is declared, and the names in its type are known."""
-
-    @property
-    def is_required(self) -> bool:
-        """Return whether a value has to be passed."""
-        return self.default is MISSING
-
-    @property
-    def type(self) -> Any:
-        """Return the type itself, of which ``annotation`` is the text."""
-        # With postponed annotations, fields know the texts of their types: which is what signatures are written of.
-        return eval(self.annotation, vars(sys.modules[self.module]))
+    is_required: bool
+    """Whether a value has to be passed."""
 
 
-# Two forms, for type checkers: with a default an option has its type, and without one the field says it.
-@overload
-def option(
-    text: str,
-    *,
-    default: T,
-    check: Callable[..., Any] | None = None,
-    decides: Decides = "how",
-    in_sweeps: InSweeps = "searched",
-    probe: Own | None = None,
-    accumulator: Own | None = None,
-    in_check: Own | None = None,
-) -> T: ...
-
-
-@overload
-def option(
-    text: str,
-    *,
-    check: Callable[..., Any] | None = None,
-    is_positional: bool = False,
-    is_rest: bool = False,
-    decides: Decides = "how",
-    in_sweeps: InSweeps = "searched",
-    probe: Own | None = None,
-    accumulator: Own | None = None,
-    in_check: Own | None = None,
-) -> Any: ...
-
-
-def option(text: str, *, default: Any = MISSING, **facts: Any) -> Any:
-    """Declare an argument: a field of a class that ``arguments`` decorates.
-
-    Args:
-        text: what users read of it.
-        default: what it is when it is left out; without one it has to be passed.
-        facts: what else an ``Argument`` holds; and under ``probe``, ``accumulator`` and ``in_check`` how it differs
-            there, for those arguments that these take too.
-    """
-    # Kept as a field's metadata, which dataclasses hand on and do not look at.
-    return dataclasses.field(default=default, metadata={"text": text, **facts})
-
-
-@dataclass_transform(frozen_default=True, kw_only_default=True, field_specifiers=(option,))
-def arguments(cls: C) -> C:
-    """Make a class of options a frozen dataclass; two of them are equal only if they are the same."""
-    # Values may be tensors and data sets, of which neither a comparison nor a text would be of use.
-    decorated: Any = dataclass(frozen=True, kw_only=True, slots=True, eq=False, repr=False)(cls)
-    return cast(C, decorated)
-
-
-def arguments_of(declared: type, verb: Verb | None = None) -> dict[str, Argument]:
-    """Return the arguments that a class declares by their names, those that stand before the ``*`` first.
-
-    Args:
-        declared: a class that ``arguments`` has decorated.
-        verb: return those that it shares with this, as they are there.
-    """
-    found = []
-    for field in dataclasses.fields(declared):
-        facts = dict(field.metadata)  # a copy, for the field's own serves every caller
-        own = {
-            "probe": facts.pop("probe", None),
-            "accumulator": facts.pop("accumulator", None),
-            "check": facts.pop("in_check", None),  # by another name, for ``check`` is what checks an argument
-        }
-        differs = Own() if verb is None else own[verb]
-        if differs is None:  # an argument of fit alone
-            continue
-        argument = Argument(
-            name=differs.name or field.name,
-            annotation=differs.annotation or str(field.type),
-            default=field.default if differs.default is _AS_IN_FIT else differs.default,
-            text=differs.text or facts["text"],
-            check=differs.check or facts.get("check"),
-            is_positional=differs.is_positional or facts.get("is_positional", False),
-            is_rest=facts.get("is_rest", False),
-            decides=facts.get("decides", "how"),
-            in_sweeps=facts.get("in_sweeps", "searched"),
-            module=declared.__module__,
+@functools.cache
+def arguments_of(function: Callable[..., Any]) -> dict[str, Argument]:
+    """Return the arguments of a function, or of a class, by their names, with the texts of its docstring."""
+    described = function.__init__ if isinstance(function, type) else function  # type: ignore[misc]
+    texts = _texts(inspect.getdoc(described) or "")
+    return {
+        name: Argument(
+            name=name,
+            type=found.annotation,
+            default=found.default,
+            text=texts.get(name, ""),
+            is_required=found.default is found.empty,
         )
-        found.append(argument)
-    # An optimizer is positional in one place and named in another. The sort keeps the order within both kinds.
-    found.sort(key=lambda argument: not argument.is_positional)
-    return {argument.name: argument for argument in found}
+        for name, found in inspect.signature(function, eval_str=True).parameters.items()
+    }
+
+
+def _texts(doc: str) -> dict[str, str]:
+    """Return what a docstring says of each argument, on one line.
+
+    >>> _texts('''Train.
+    ...
+    ... Args:
+    ...     model: the module
+    ...         to train.
+    ...     **options: any others.
+    ...
+    ... Returns:
+    ...     nothing.''')
+    {'model': 'the module to train.', 'options': 'any others.'}
+    """
+    section = doc.partition("\nArgs:\n")[2].partition("\n\n")[0]
+    entries = [" ".join(entry.split()).partition(": ") for entry in re.split(r"\n {4}(?=\S)", section)]
+    return {name.lstrip("*"): text for name, _, text in entries}
+
+
+def taking(declared: Callable[P, Any]) -> Callable[[Callable[..., T]], Callable[P, T]]:
+    """Make a decorator that gives a function the parameters of ``declared``, to which it passes them on."""
+
+    def decorate(function: Callable[..., T]) -> Callable[P, T]:
+        returned = inspect.signature(function).return_annotation
+        signature = inspect.signature(declared, eval_str=True).replace(return_annotation=returned)
+        function.__signature__ = signature  # type: ignore[attr-defined]
+        return function
+
+    return decorate
+
+
+def taking_method(
+    declared: Callable[P, Any],
+) -> Callable[[Callable[Concatenate[S, P], None]], Callable[Concatenate[S, P], None]]:
+    """Make such a decorator of methods."""
+
+    def decorate(method: Callable[Concatenate[S, P], None]) -> Callable[Concatenate[S, P], None]:
+        own = inspect.Parameter("self", inspect.Parameter.POSITIONAL_OR_KEYWORD)
+        parameters = inspect.signature(declared, eval_str=True).parameters.values()
+        method.__signature__ = inspect.Signature([own, *parameters])  # type: ignore[attr-defined]
+        return method
+
+    return decorate
 
 
 def values_of(given: Any) -> dict[str, Any]:
-    """Return the values of such an object by their arguments' names."""
+    """Return the values of a dataclass by the names of its fields, themselves and no copies."""
     return {field.name: getattr(given, field.name) for field in dataclasses.fields(given)}
 
 
@@ -184,20 +109,31 @@ class Checked:
         # By the function and not by a name, so that type checkers know what comes of it.
         return self._results[check]  # type: ignore[no-any-return]
 
+    def get(self, check: Callable[..., T]) -> T | None:
+        """Return what that check has returned; None where it was not made."""
+        return self._results.get(check)
 
-def check(declared: Mapping[str, Argument], order: Sequence[Callable[..., Any]], /, **values: Any) -> Checked:
-    """Make the checks of these arguments, each once, in this order.
 
-    A check is called with the arguments that its parameters are named after. What the caller does not take is None.
+def check(
+    given: Mapping[str, Any], each: Mapping[str, Callable[[str, Any], Any]], together: Sequence[Callable[..., Any]]
+) -> Checked:
+    """Check arguments: each by itself, then those that make sense together, in a fixed order.
+
+    Args:
+        given: their values by their names.
+        each: (name, value) -> anything; for an argument that is looked at alone.
+        together: are called with the arguments that their parameters are named after, where the first of these is
+            given; others that are not are None.
 
     Raises:
         ArgumentError: an argument cannot be used; it names the argument, the value and the cure.
     """
-    # Several arguments may name the same check.
-    named = {argument.check for argument in declared.values()}
+    for name, alone in each.items():
+        if name in given:
+            alone(name, given[name])
     results = {}
-    for function in order:  # and not that of the arguments: a check may need more than one of them
-        if function in named:
-            # What a check wants to see it says by the names of its parameters, so none is handed on twice.
-            results[function] = function(**{name: values.get(name) for name in inspect.signature(function).parameters})
+    for function in together:
+        names = list(inspect.signature(function).parameters)
+        if names[0] in given:
+            results[function] = function(**{name: given.get(name) for name in names})
     return Checked(results)

@@ -1,7 +1,6 @@
 """The learning rate: what the user's scheduler says, times what the effective batch asks for.
 
-A scheduler is stepped once per window, and told how many windows there will be. Where only training will tell, it
-counts samples instead: one step for every ``base_batch`` of them, however large the windows are that bring them.
+A scheduler is stepped once per window, and told how many windows there will be.
 """
 
 from __future__ import annotations
@@ -9,7 +8,7 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, Literal
 
 import torch
@@ -24,6 +23,9 @@ Scaling = Literal["none", "linear", "sqrt"]
 """How rates follow the effective batch: not at all, in proportion to it, or to its root."""
 
 
+_AS_THEY_ARE = nullcontext()
+
+
 class LearningRate:
     """The learning rate of every parameter group, from window to window."""
 
@@ -33,10 +35,8 @@ class LearningRate:
         lr_scheduler: MakeScheduler | None,
         *,
         num_steps: int | None,
-        most_samples: int | None,
         lr_scaling: Scaling,
         base_batch: int | None,
-        first_batch: int,
     ) -> None:
         """Make the scheduler.
 
@@ -44,10 +44,8 @@ class LearningRate:
             optimizer: whose rates these are.
             lr_scheduler: (optimizer, number of its steps) -> LRScheduler.
             num_steps: windows to come, where that is known.
-            most_samples: samples to come at most, where that is known.
             lr_scaling: how rates follow the effective batch.
             base_batch: the effective batch that the optimizer's own rates are for.
-            first_batch: that of the first window, which a scheduler that counts samples goes by without base_batch.
 
         Raises:
             ArgumentError: an argument cannot be used, or is missing.
@@ -58,8 +56,6 @@ class LearningRate:
         self._optimizer = optimizer
         self._scaling = lr_scaling
         self._base_batch = base_batch or 0  # not asked for without scaling
-        self._steps_taken = 0  # of the scheduler
-        self._samples_per_step: int | None = None  # None: a step for each window
         # A default would be a guess at what nobody but the user knows: the batch that the rates were found at.
         if lr_scaling != "none" and base_batch is None:
             cure = "Pass the effective batch that the learning rate is right for."
@@ -69,49 +65,42 @@ class LearningRate:
             raise ArgumentError(
                 "lr_scaling", lr_scaling, f"'none' for {type(optimizer).__name__}, which has no lr", cure
             )
-        # Only training tells how many windows there are where the effective batch follows the noise, and of a stream.
-        counts_samples = lr_scheduler is not None and num_steps is None
-        if base_batch is not None and lr_scaling == "none" and not counts_samples:
+        if base_batch is not None and lr_scaling == "none":
             cure = "It is what lr_scaling is relative to: pass 'linear' or 'sqrt', or leave base_batch out."
             raise ArgumentError("base_batch", base_batch, "lr_scaling beside it", cure)
-        if counts_samples:
-            if most_samples is None:  # a scheduler has to be told of some number of steps when it is made
-                raise ArgumentError(
-                    "lr_scheduler",
-                    lr_scheduler,
-                    "a budget in steps or samples when the data's length is unknown",
-                    "Pass steps= or samples=, so that the scheduler can be told how many steps there are.",
-                )
-            self._samples_per_step = base_batch or first_batch
-            num_steps = -(-most_samples // self._samples_per_step)  # the last one may be short
+        # Only training tells how many windows there are where the effective batch follows the noise, and of a stream.
+        if lr_scheduler is not None and num_steps is None:
+            cure = "Pass steps=, so that the scheduler can be told how many there are."
+            raise ArgumentError(
+                "lr_scheduler", lr_scheduler, "a budget in steps where only training tells their number", cure
+            )
         self.num_steps = None if lr_scheduler is None else num_steps
         """Steps that the scheduler was told of."""
         self.scheduler = None if lr_scheduler is None else _make(lr_scheduler, optimizer, num_steps or 0)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the scheduler's state and how often it was stepped, for a checkpoint."""
-        scheduler = None if self.scheduler is None else self.scheduler.state_dict()
-        return {"scheduler": scheduler, "steps_taken": self._steps_taken}
+        """Return the scheduler's state, for a checkpoint."""
+        return {"scheduler": None if self.scheduler is None else self.scheduler.state_dict()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Put back what ``state_dict`` returned; the rates themselves are the optimizer's."""
-        self._steps_taken = state["steps_taken"]
         if self.scheduler is not None and state["scheduler"] is not None:
             self.scheduler.load_state_dict(state["scheduler"])
 
     def now(self, effective_batch: int) -> float:
         """Return the rate of the first parameter group in a step on so many samples; NaN where it has none."""
         lr = self._optimizer.param_groups[0].get("lr")  # None, too, in optimizers that find it themselves
-        return math.nan if lr is None else float(lr) * self._factor(effective_batch)
+        if lr is None:
+            return math.nan
+        return float(lr) if self._scaling == "none" else float(lr) * self._factor(effective_batch)
+
+    def scaled(self, effective_batch: int) -> AbstractContextManager[None]:
+        """Scale the rates, within it, to so many samples, and put them back at its end."""
+        return _AS_THEY_ARE if self._scaling == "none" else self._multiplied(self._factor(effective_batch))
 
     @contextmanager
-    def scaled(self, effective_batch: int) -> Iterator[None]:
-        """Scale the rates, within it, to so many samples, and put them back at its end."""
+    def _multiplied(self, factor: float) -> Iterator[None]:
         # Put back, for most schedulers make the next rate of the last one: a factor that stayed would be applied again.
-        factor = self._factor(effective_batch)
-        if factor == 1:
-            yield
-            return
         groups = self._optimizer.param_groups
         before = [group["lr"] for group in groups]
         for group in groups:
@@ -127,29 +116,17 @@ class LearningRate:
 
         Linear: Goyal et al. 2017. Square root: Krizhevsky 2014, and Malladi et al. 2022 for Adam.
         """
-        if self._scaling == "none":
-            return 1.0
         factor = effective_batch / self._base_batch
         return factor if self._scaling == "linear" else math.sqrt(factor)
 
-    def advance(self, samples: int, stepped: bool) -> None:
-        """Take the scheduler's steps after a window.
-
-        Args:
-            samples: trained on so far.
-            stepped: whether the optimizer took its step.
-        """
+    def advance(self, stepped: bool) -> None:
+        """Step the scheduler after a window; ``stepped`` says whether the optimizer took its step."""
         if self.scheduler is None:
             return
-        # Due by what was seen in all, so that a resumed run takes the same steps at the same samples.
-        # By samples several steps may be due after a large window, and none after a small one.
-        due = self._steps_taken + 1 if self._samples_per_step is None else samples // self._samples_per_step
         with warnings.catch_warnings():
             if not stepped:  # the schedule counts windows; PyTorch would take it for a mistake
                 warnings.simplefilter("ignore", UserWarning)
-            while self._steps_taken < due:
-                self.scheduler.step()
-                self._steps_taken += 1
+            self.scheduler.step()
 
 
 def _make(lr_scheduler: MakeScheduler, optimizer: torch.optim.Optimizer, num_steps: int) -> LRScheduler:

@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any, Literal
 
 import torch
 
 from autoaccum._units import kind_of
-from autoaccum.data import batches
+from autoaccum.data import batches, splits
 from autoaccum.errors import ArgumentError, AutoaccumError
-from autoaccum.loss.functions import call, call_on_batch, inputs_and_targets
-from autoaccum.loss.reading import Numbers
-from autoaccum.window.precision import Autocast
+from autoaccum.step.error_context import may_need_another
+from autoaccum.step.job import Autocast
+from autoaccum.step.loss_functions import call, call_on_batch, inputs_and_targets
+from autoaccum.step.readback import Numbers
 
 Metric = Callable[[Any, Any], torch.Tensor]
 """(outputs, targets), (model, batch) or (outputs, batch), as the loss is computed -> the values, of any shape but ()"""
@@ -64,7 +65,7 @@ class Metrics:
         split: Any = None,
     ) -> None:
         """Set up; ``of`` is what computes the loss, beside which functions are called, and ``split`` cuts batches."""
-        self._split = batches.Rows() if split is None else split
+        self._split = splits.tensors if split is None else split
         self._functions = dict(functions)
         self._model = model
         self._of = of
@@ -110,44 +111,49 @@ class Metrics:
             sums[name] = (total, count) if before is None else (before[0] + total, before[1] + count)
         return sums
 
-    def check(self, batch: Any, count: int) -> None:
-        """Check that of two samples together, or of more, there are as many values as of each half alone.
+    def check(self, example: Callable[[], Any], few: int) -> None:
+        """Check that each function returns as many values for some samples as for two parts of them in all.
 
-        Means and outer products have others. Where a collate_fn has made one thing of both, nothing can be compared.
+        Means, and what is broadcast, have other numbers. Where nothing can be cut, nothing is compared.
+
+        Args:
+            example: makes a batch of three times ``few`` samples.
+            few: the fewest samples that can be computed.
 
         Raises:
             ArgumentError: a function returned values that depend on the micro-batches.
         """
-        halves = self._halves(batch, count)
-        if not halves:
+        # Three to one and two: by chance, two samples are broadcast with two classes, and one with anything.
+        together = self._counts(example)
+        try:
+            split = self._split.known(example(), 3 * few)
+            # Read anew each time, for a function may write to what it is given.
+            parts = [partial(lambda *part: split(example(), *part), *part) for part in ((0, few), (few, 2 * few))]
+            if sum(split.count(part()) for part in parts) != 3 * few:
+                return
+        except AutoaccumError:  # a collate_fn has made one thing of them
             return
-        words = ("two samples", "alone") if count == 2 else (f"{count} samples", "half")
-        # What returns one value for any batch has 1 and not 2; what is broadcast to (2, 2) has 4, and of one alone 1.
-        for name, (together, first, second) in self._numbers((batch, *halves)).items():
-            if together != first + second:
+        try:
+            counts = [self._counts(part) for part in parts]
+        except Exception as error:
+            if not may_need_another(error):  # by a model that cannot be called on a single sample
+                raise
+            return
+        for name, number in together.items():
+            if number != sum(count[name] for count in counts):
                 raise ArgumentError(
                     "metrics",
                     name,
                     _VALUES,
-                    f"It returned {together} for {words[0]} together, and {first} and {second} for each {words[1]}, so "
-                    f"that it would depend on the micro-batches. Return the values, not their mean, and compare "
-                    f"tensors of the same shape: (n, 1) and (n,) are broadcast to (n, n).",
+                    f"It returned {number} for {3 * few} samples together, and {counts[0][name]} and {counts[1][name]} "
+                    f"for {few} and {2 * few} of them, so that it would depend on the micro-batches. Return the "
+                    f"values, not their mean, and compare tensors of the same shape: (n, 1) and (n,) are broadcast to "
+                    f"(n, n).",
                 )
 
-    def _numbers(self, parts: Sequence[Any]) -> dict[str, list[int]]:
-        """Return how many values each function returns for each of some batches."""
-        found = [self.measure(SharedTree(part), partial(lambda part: part, part)) for part in parts]
-        return {name: [sums[name][1] for sums in found] for name in self._functions}
-
-    def _halves(self, batch: Any, count: int) -> list[Any]:
-        """Return the first and the second half of a batch; nothing where they cannot be taken."""
-        half = count // 2
-        try:
-            # So many samples are what was asked for, which tells lists of samples from parts of a batch.
-            split = self._split.known(batch, count)
-            return [split(batch, 0, half), split(batch, half, half)] if split.count(batch) == count else []
-        except AutoaccumError:
-            return []
+    def _counts(self, read: Callable[[], Any]) -> dict[str, int]:
+        """Return how many values each function returns for a batch."""
+        return {name: count for name, (_, count) in self.measure(SharedTree(read()), read).items()}
 
     def keep(self, sums: Sums) -> None:
         """Let the micro-batch count whose ``measure`` returned these sums."""
@@ -248,7 +254,7 @@ def _summed(name: str, values: Any) -> tuple[torch.Tensor, int]:
         raise ArgumentError(
             "metrics",
             name,
-            "a function that returns a tensor with one real value per sample or item",
+            _VALUES,
             f"It returned {found}. Return the values, not their mean, which would depend on the micro-batches; of a "
             f"single sample too (squeeze(-1) rather than squeeze()).",
         )

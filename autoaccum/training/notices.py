@@ -1,27 +1,16 @@
-"""The words of a run for what its user should know: how it begins; cause, consequence and cure of what is odd."""
+"""Notices of a run (cause, consequence, cure): how it begins, what is odd about its data."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
-import torch
+from torch.utils.data import BatchSampler, DataLoader
 
-from autoaccum.events import Notice, Started
+from autoaccum.data import lists
+from autoaccum.events import Notice
 from autoaccum.training.options import FitArguments
-
-
-def started(
-    num_steps: int | None, num_samples: int | None, device: torch.device, limit_bytes: int, used_bytes: int
-) -> Started:
-    """Say that training begins: what is to come, as far as it is known, and in which memory."""
-    return Started(
-        num_steps=num_steps,
-        num_samples=num_samples,
-        device=str(device),
-        limit_bytes=limit_bytes,
-        used_bytes=used_bytes,
-    )
 
 
 def other_steps(taken: int, foreseen: int | None) -> Notice:
@@ -102,3 +91,29 @@ NOISE_OF_SORTED = Notice(
     "too large",
     cure="Pad all samples to one length where the noise scale matters",
 )
+
+
+def heeding(arguments: FitArguments) -> FitArguments:
+    """Return arguments with the ``drop_last`` of a DataLoader: a short batch there is a short window here."""
+    return replace(arguments, drop_last=True) if _loader_drops(arguments.data) else arguments
+
+
+def of_data(arguments: FitArguments) -> list[Notice]:
+    """Return what is to be said of the data."""
+    said = []
+    is_said = arguments.split is not None or arguments.batch_dim != 0
+    for argument in ("data", "validation_data"):
+        data = getattr(arguments, argument)
+        # Whoever collates has samples, and whoever says how batches are cut has batches.
+        if isinstance(data, list) and data and not is_said and arguments.collate_fn is None:
+            said += [lists.notice(argument)] if lists.read_list(data, argument).is_new else []
+    return said
+
+
+def _loader_drops(data: object) -> bool:
+    """Return whether data is a DataLoader that leaves out a short batch."""
+    if not isinstance(data, DataLoader):
+        return False
+    # One that is given a BatchSampler says False itself. Of other batch samplers the batches are taken as they are.
+    batch_sampler = data.batch_sampler
+    return bool(data.drop_last or (type(batch_sampler) is BatchSampler and batch_sampler.drop_last))

@@ -6,18 +6,16 @@ stops, or slows down, after the same window. Every rank hears the same validatio
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from typing import Any, Literal
 
 import torch
-from torch.nn import functional
 
 from autoaccum import _checks
 from autoaccum.errors import ArgumentError, ConflictingArgumentsError, StopTraining
 from autoaccum.events import Record, Started, Validated
 from autoaccum.training.hooks import Ready
 from autoaccum.training.options import FitArguments
-from autoaccum.training.synonyms import answering, meant_by
+from autoaccum.training.synonyms import answering
 
 State = dict[str, Any]
 
@@ -48,17 +46,14 @@ class Watch(Ready):
         """Validations since then."""
 
     def check(self, arguments: FitArguments) -> None:
-        """Refuse a run without validations, or one whose validations surely report no such name.
+        """Refuse a run without validations.
 
         Raises:
-            ArgumentError: there is no validation_data, or no such name.
+            ArgumentError: there is no validation_data.
         """
         if arguments.validation_data is None:
             cure = "It goes by validations: pass what to validate on."
             raise ArgumentError("callbacks", type(self).__name__, "validation_data beside it", cure)
-        known = {"loss", *(arguments.metrics or ())}
-        if self.metric not in known and _returns_loss_alone(arguments.loss_fn):
-            raise self._refused(known)
 
     def __call__(self, record: Record, trainer: Any) -> None:
         """Hear of the run's begin, and of its validations."""
@@ -81,19 +76,9 @@ class Watch(Ready):
         # Not always known before: names may come and go.
         found: dict[str, float] = {**record.metrics, "loss": record.loss}
         if self.metric not in found:
-            raise self._refused(found)
+            accepted = f"one of {', '.join(sorted(found))}, which validations report"
+            raise ArgumentError("metric", self.metric, accepted, "Pass the function in metrics= too.")
         return found[self.metric]
-
-    def _refused(self, found: Iterable[str]) -> ArgumentError:
-        """Return the error of a name that is none of those which are reported."""
-        names = sorted(found)
-        # "acc" is not like "accuracy" letter by letter.
-        short = [name for name in names if name.startswith(self.metric) or self.metric.startswith(name)]
-        short = [name for name in names if name.endswith(f"/{self.metric}")] or short  # one of several losses
-        meant = meant_by(self.metric, names) or (f"Did you mean {short[0]}?" if short else "")
-        cure = f"{meant} " if meant else ""
-        accepted = f"one of {', '.join(names)}, which validations report"
-        return ArgumentError("metric", self.metric, accepted, f"{cure}Pass the function in metrics= too.")
 
     def _hear(self, value: float) -> None:
         """Count one more validation."""
@@ -117,13 +102,6 @@ class Watch(Ready):
         if self.begins_anew:
             return
         self.best, self.num_bad = state["best"], state["num_bad"]
-
-
-def _returns_loss_alone(loss_fn: Any) -> bool:
-    """Return whether a loss is a function or class of PyTorch's own; other losses may return further values by name."""
-    if type(loss_fn).__module__ == "torch.nn.modules.loss":
-        return True
-    return loss_fn is not None and getattr(functional, getattr(loss_fn, "__name__", ""), None) is loss_fn
 
 
 class KeepBest(Watch):

@@ -22,7 +22,7 @@ from pathlib import Path
 from types import MappingProxyType, ModuleType
 from typing import Any, TypeVar
 
-from autoaccum._checks import of_seed
+from autoaccum._checks import non_negative_int
 from autoaccum._units import kind_of, shown
 from autoaccum.errors import ArgumentError, RecipeNotFoundError, RecipeResultError
 
@@ -63,7 +63,7 @@ def opened(
         if seed is not None:
             from autoaccum.data.randomness import seed_everywhere  # not at the top: it takes torch with it
 
-            of_seed(seed)
+            non_negative_int("seed", seed)
             # After the import, whose draws are those of whoever runs it first: a sweep imports once for all trials.
             seed_everywhere(seed)
         yield function()

@@ -13,7 +13,7 @@ from torch import nn
 
 from autoaccum.events import Event, Finished, StepReport, StepSkipped
 from autoaccum.planning.plans import Plan, sizes_text
-from autoaccum.reporting.shown import Facts, as_line, as_table
+from autoaccum.reporting.lines import Facts, as_line, as_table
 
 Ended = Literal["finished", "interrupted", "stopped", "diverged"]
 """How a run has ended; an error of it is raised."""

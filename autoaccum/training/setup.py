@@ -17,52 +17,44 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from autoaccum import _checks
-from autoaccum.data import randomness
+from autoaccum.data import batches, randomness
 from autoaccum.data.base import Source
 from autoaccum.data.sources import open_source, shuffles
-from autoaccum.data.splits import split_of
+from autoaccum.data.splits import split_of, tensors
 from autoaccum.data.streams import is_iterator
+from autoaccum.distributed.fsdp import own_part, units_of
+from autoaccum.distributed.group import Group
 from autoaccum.errors import ArgumentError, ArgumentTypeError, ConflictingArgumentsError
 from autoaccum.events import Event
-from autoaccum.loss.functions import loss_function, stated
 from autoaccum.memory.base import Memory
 from autoaccum.memory.devices import find_device, memory_of
 from autoaccum.memory.limit import Limit, MemoryLimit
 from autoaccum.memory.oom import room_for_model
-from autoaccum.planning.budget import Budget
-from autoaccum.planning.ladder import SavingMode, kinds_asked_for
+from autoaccum.planning.limits import SavingMode, kinds_asked_for
 from autoaccum.planning.noise import Smoothed
 from autoaccum.planning.schedules import SMOOTHING, NoiseScale, Progress, Schedule, schedule_of
 from autoaccum.planning.tuner import Tuner
-from autoaccum.ranks.group import Group
-from autoaccum.ranks.summing import Compression
-from autoaccum.ranks.units import own_part, units_of
 from autoaccum.runs.past_of_run import PastOfRun
-from autoaccum.training.alone import refuse_beside_a_run
+from autoaccum.step.across_ranks import ShardedTransaction
+from autoaccum.step.job import Job
+from autoaccum.step.joined import JoinableTransaction, JoinedShares, why_not_joined
+from autoaccum.step.joined_measurement import Joiner
+from autoaccum.step.loss_functions import loss_function, stated
+from autoaccum.step.memory_saving import Saving
+from autoaccum.step.meter import Compilations, Meter, captures, compiled_parts, graphs_refused
+from autoaccum.step.module_state import into_training, smallest_micro_batch
+from autoaccum.step.offloading import has_host_memory
+from autoaccum.step.optimizers import allocate_state, make_optimizer, move, trainable_parameters
+from autoaccum.step.step import Step
+from autoaccum.step.transaction import Transaction
+from autoaccum.step.verdict import measure
+from autoaccum.step.verification import Examiner
 from autoaccum.training.declarations import Checked
-from autoaccum.training.lazy import build_lazy_layers
 from autoaccum.training.learning_rate import LearningRate
 from autoaccum.training.metrics import Metrics
 from autoaccum.training.options import FitArguments
-from autoaccum.training.validation import Validator
-from autoaccum.training.validation_together import ValidatorOfAll
-from autoaccum.verification.examiner import Examiner
-from autoaccum.verification.joining import Joiner
-from autoaccum.verification.verdict import measure
-from autoaccum.window.batch_norm import smallest_micro_batch
-from autoaccum.window.compilations import Compilations, captures, compiled_parts, graphs_refused
-from autoaccum.window.job import Job
-from autoaccum.window.joined import JoinableTransaction, why_not_joined
-from autoaccum.window.joined_shares import JoinedShares
-from autoaccum.window.meter import Meter
-from autoaccum.window.modules import into_training
-from autoaccum.window.offloading import has_host_memory
-from autoaccum.window.optimizers import allocate_state, make_optimizer, move, trainable_parameters
-from autoaccum.window.precision import autocast
-from autoaccum.window.saving import Saving
-from autoaccum.window.sharding import ShardedTransaction
-from autoaccum.window.step import Accumulate, Step
-from autoaccum.window.transaction import Transaction
+from autoaccum.training.single_process import refuse_beside_a_run
+from autoaccum.training.validation import Validator, ValidatorOfAll
 
 # An Accumulator does not know its batches beforehand, nor does a stream its length; a search wants some end.
 BOUNDLESS = 2**30
@@ -77,6 +69,39 @@ class Place:
     memory: Memory
     limit: Limit
     """What may be used of it."""
+
+
+@dataclass(slots=True)
+class GivenBatch:
+    """A batch of the caller's as a window, which is cut where it lies."""
+
+    batch: Any
+    num_samples: int
+    device: torch.device
+    lengths: tuple[int, ...] | None = None
+    """Of each sample, where they have one."""
+    split: Any = tensors
+    """What cuts it."""
+
+    def micro_batch(self, start: int, size: int) -> Any:
+        """Return some of the samples, on the device."""
+        # Copied, for a forward may write to its inputs, and a replay has to see the batch as it was.
+        return batches.to_device(self.split(self.batch, start, size), self.device, copy=True)
+
+    def samples(self, positions: Sequence[int]) -> Any:
+        """Return the samples at those positions as one batch, where they lie."""
+        # Neighbours are taken together: a sample at a time takes longer than the steps that are measured.
+        runs: list[list[int]] = []
+        for position in positions:
+            if runs and position == runs[-1][-1] + 1:
+                runs[-1].append(position)
+            else:
+                runs.append([position])
+        return self.split.join([self.split(self.batch, run[0], len(run)) for run in runs])
+
+    def example(self, num_samples: int) -> Any:
+        """Return a batch of the first samples, on the device."""
+        return self.micro_batch(0, num_samples)
 
 
 def place_of(device: str | torch.device | None, memory_limit: MemoryLimit) -> Place:
@@ -192,9 +217,7 @@ def seed_all(arguments: FitArguments) -> None:
 
 def build(
     arguments: FitArguments,
-    checked: Checked,
     place: Place,
-    source: Source,
     num_steps: int | None,
 ) -> tuple[torch.optim.Optimizer, LearningRate]:
     """Move all modules to the device, make the optimizer, its schedule and its state there, and return the first two.
@@ -213,22 +236,14 @@ def build(
         for module in metric_modules(arguments):
             module.to(place.device)
         parameters = trainable_parameters(model, modules, arguments.optimizer)  # to move some makes others of them
-        # A first forward builds them, as it will be in training: an optimizer can only be made of what is there.
-        context = autocast(arguments.precision, place.device)
-        fewest = arguments.min_micro_batch or 1
-        loss_of = checked[loss_function]
-        build_lazy_layers(model, modules, source, loss_of, context, place.device, fewest)
         functions = (arguments.loss_fn, arguments.training_step)
         optimizer = make_optimizer(arguments.optimizer, arguments.lr, parameters, functions)
         learning_rate = LearningRate(
             optimizer,
             arguments.lr_scheduler,
             num_steps=num_steps,
-            # A scheduler that counts samples is told of as many steps as these make.
-            most_samples=checked[Budget].most_samples(source.num_samples),
             lr_scaling=arguments.lr_scaling,
             base_batch=arguments.base_batch,
-            first_batch=checked[schedule_of].at(Progress()),
         )
         # Left to the first step, it would be allocated after plans have been measured without it.
         allocate_state(optimizer, modules)
@@ -264,44 +279,49 @@ def compiled_of(job: Job) -> list[Any]:
     return parts
 
 
+def job_of(
+    arguments: FitArguments, checked: Checked, device: torch.device, model: Any, optimizer: torch.optim.Optimizer
+) -> Job:
+    """Return what is computed: the model as it is called, compiled or not, and all that goes with it."""
+    loss_of, num_items, reduction, divides = stated(checked[loss_function], arguments.num_items, arguments.reduction)
+    return Job(
+        model=model,
+        modules=tuple(arguments.modules()),
+        optimizer=optimizer,
+        loss_of=loss_of,
+        num_items=num_items,
+        divides=divides,
+        reduction=reduction,
+        collate_fn=arguments.collate_fn or getattr(arguments.data, "collate_fn", None),
+        min_micro_batch=arguments.min_micro_batch or 1,
+        split=checked[split_of],
+        device=device,
+        precision=arguments.precision,
+    )
+
+
 def make_step(
     job: Job,
+    arguments: FitArguments,
+    place: Place,
+    emit: Callable[[Event], None],
     *,
     micro_batch: int | None,
-    max_micro_batch: int | None,
-    full_window: int | None,
-    place: Place,
-    headroom: float,
-    patience: float,
-    clip_norm: float | None,
-    verify: bool,
-    strict: bool,
-    emit: Callable[[Event], None],
+    full_window: int | None = None,
     noise_scale: bool = False,
     group: Group | None = None,
-    compression: Compression = "none",
-    memory_saving: SavingMode = "auto",
-    accumulate: Accumulate = "auto",
 ) -> Step:
-    """Return what takes the steps of a run.
+    """Return what takes the steps of a run, or of a loop.
 
     Args:
         job: what is computed; everything is on the device, and the optimizer's state is allocated.
-        micro_batch: its samples; None to find them.
-        max_micro_batch: the most samples to try at once.
-        full_window: samples of the largest window of the run, where that is known.
+        arguments: say how.
         place: the device, its memory, and what may be used of that.
-        headroom: fraction of the limit that plans leave free, but for micro-batches of up to four samples.
-        patience: seconds to wait for memory that others hold.
-        clip_norm: 2-norm to clip each window's gradient to.
-        verify: whether cut windows are compared with whole ones.
-        strict: whether it ends the run that they differ.
         emit: takes the events.
+        micro_batch: its samples; None to find them.
+        full_window: samples of the largest window of the run, where that is known.
         noise_scale: whether windows that are cut tell of the noise in their gradient.
         group: the ranks that share each window; None where there is one.
-        compression: of what they send each other of gradients.
-        memory_saving: whether, and how, memory is saved where nothing fits otherwise.
-        accumulate: by which rule micro-batches make the gradient.
 
     Raises:
         ArgumentError: BatchNorm, and micro-batches of one sample; memory saving that cannot be had; or a model that was
@@ -309,7 +329,7 @@ def make_step(
     """
     compiled, memory, limit = compiled_of(job), place.memory, place.limit
     is_sharded = group is not None and bool(units_of(job.modules[0]))
-    smallest = smallest_micro_batch(job.modules)
+    smallest, max_micro_batch = smallest_micro_batch(job.modules), arguments.max_micro_batch
     # Refused and not raised in silence: whoever passes 1 may count on what one sample takes.
     for name, value in (("micro_batch", micro_batch), ("max_micro_batch", max_micro_batch)):
         if value is not None and value < smallest <= (full_window or smallest):
@@ -320,7 +340,7 @@ def make_step(
     tuner = Tuner(
         ceiling=min(ceilings, default=BOUNDLESS),
         limit_bytes=limit.bytes,
-        headroom=headroom,
+        headroom=arguments.headroom,
         search=micro_batch is None,
         # A size that was passed is taken at its word; should it run out of memory, the window is cut smaller.
         largest=min(micro_batch or 0, max_micro_batch or micro_batch or 0),
@@ -329,24 +349,23 @@ def make_step(
         few_sizes=smallest > 1 or bool(compiled),  # BatchNorm's statistics of a few samples are poor
         # Kernels and libraries are loaded when they are first used; on a CPU that is hardly more than nothing.
         warms_up=job.device.type != "cpu",
-        is_enforced=limit.is_enforced,
     )
     compilations = Compilations(job.device, tuner.expect_few_sizes, are_known=bool(compiled))
     # Sizes of the user's own are few, and the compiler's to see: code for one size is faster than code for all.
     if compiled and micro_batch is None:
         job = replace(job, loss_of=compilations.sparing(job.loss_of))
-    kinds = _kinds_of_saving(job, memory_saving, is_compiled=bool(compiled), is_sharded=is_sharded)
-    options: dict[str, Any] = {"clip_norm": clip_norm, "noise_scale": noise_scale}
+    kinds = _kinds_of_saving(job, arguments.memory_saving, is_compiled=bool(compiled), is_sharded=is_sharded)
+    options: dict[str, Any] = {"clip_norm": arguments.clip_norm, "noise_scale": noise_scale}
     transaction: Transaction
     if group is None:
         transaction = JoinableTransaction(job, **options)
     elif is_sharded:
         transaction = ShardedTransaction(job, group, **options)
     else:
-        transaction = JoinedShares(job, group=group, compression=compression, **options)
-    examiner = Examiner(job, transaction, measure, verify=verify, strict=strict)
+        transaction = JoinedShares(job, group=group, compression=arguments.compression, **options)
+    examiner = Examiner(job, transaction, measure, verify=arguments.verify, strict=arguments.strict)
     why = why_not_joined(job, noise_scale=noise_scale, is_sharded=is_sharded)
-    if why is not None and accumulate == "joined":
+    if why is not None and arguments.accumulate == "joined":
         raise ConflictingArgumentsError("accumulate", "joined", *why)
     return Step(
         job,
@@ -357,17 +376,16 @@ def make_step(
         compilations=compilations,
         saving=Saving(
             job,
-            memory_saving,
+            arguments.memory_saving,
             kinds=kinds,
             users=(transaction, examiner),
-            is_compiled=compilations.are_there,
         ),
         memory=memory,
         limit=limit,
-        patience=patience,
+        patience=arguments.patience,
         emit=emit,
         joiner=Joiner(job) if why is None else None,
-        accumulate=accumulate,
+        accumulate=arguments.accumulate,
     )
 
 
@@ -424,40 +442,18 @@ def step_of(
     schedule, plans = checked[schedule_of], checked[_checks.recorded_plans]
     micro_batch = arguments.micro_batch
     fixed = micro_batch if isinstance(micro_batch, int) else max((max(plan) for plan in plans), default=None)
-    loss_of, num_items, reduction, divides = stated(checked[loss_function], arguments.num_items, arguments.reduction)
-    job = Job(
-        model=step_model,
-        modules=tuple(arguments.modules()),
-        optimizer=optimizer,
-        loss_of=loss_of,
-        num_items=num_items,
-        divides=divides,
-        reduction=reduction,
-        collate_fn=arguments.collate_fn or getattr(arguments.data, "collate_fn", None),
-        min_micro_batch=arguments.min_micro_batch or 1,
-        split=checked[split_of],
-        device=place.device,
-        precision=arguments.precision,
-    )
+    job = job_of(arguments, checked, place.device, step_model, optimizer)
     # The same that an Accumulator makes: what is between the windows is all that differs.
     step = make_step(
         job,
+        arguments,
+        place,
+        emit,
         micro_batch=fixed,
-        max_micro_batch=arguments.max_micro_batch,
         # No micro-batch need be larger than a window, and no window is larger than the data.
         full_window=min((n for n in (schedule.largest, epoch_samples) if n is not None), default=None),
-        place=place,
-        headroom=arguments.headroom,
-        patience=arguments.patience,
-        clip_norm=arguments.clip_norm,
-        verify=arguments.verify,
-        strict=arguments.strict,
         noise_scale=noise_scale,
-        emit=emit,
         group=group,
-        compression=arguments.compression,
-        memory_saving=arguments.memory_saving,
-        accumulate=arguments.accumulate,
     )
     step.transaction.outputs.rows_to_host = True  # where reports have them
     # Said here, where the smallest micro-batch is known; the schedule's own checks know no model.

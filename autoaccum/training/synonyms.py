@@ -6,12 +6,12 @@ import difflib
 import functools
 import inspect
 import re
+import traceback
 from collections.abc import Callable, Iterable
 from typing import Any, TypeVar, cast
 
-from autoaccum.errors import ArgumentTypeError
+from autoaccum.errors import ArgumentTypeError, DataError
 from autoaccum.planning import plans
-from autoaccum.training.frames import without_own_frames
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -45,20 +45,6 @@ ELSEWHERE = {
 }
 """The most used arguments of other trainers, and what to pass here."""
 
-_JOINED = "Leave it out: the loss is computed on the full batch wherever splitting would change it (accumulate='auto')."
-REMOVED = {
-    "loss_scope": _JOINED,
-    "embed": _JOINED,
-    "clip_model": _JOINED,
-    "sentence_loss": _JOINED,
-    "moe_balancing": _JOINED,
-    "before_window": "Compute it in the training_step or loss_fn, which runs once on the full batch where it has to.",
-    "batch_norm": "Leave it out: BatchNorm runs on the full batch. With micro_batch=32, accumulate='weighted' it takes "
-    "the statistics of 32 samples, and layers in eval mode take their running ones.",
-    "state": "Leave it out: steps whose forwards write state that the next one reads are joined (accumulate='auto').",
-}
-"""Arguments that there were during development, and what to do now."""
-
 _IN_A_LOOP = {
     "effective_batch": "Pass all samples of one optimizer step to step(batch).",
     "lr_scheduler": "Call scheduler.step() after accumulator.step(batch).",
@@ -67,14 +53,15 @@ _IN_A_LOOP = {
 
 
 def answering(name: str) -> Callable[[F], F]:
-    """Make a decorator of functions that answers arguments that they do not have.
+    """Make a decorator of functions that answers arguments that they do not have, and workers that have ended.
 
     Args:
         name: of the function, as users call it.
     """
 
     def decorate(function: F) -> F:
-        parameters = inspect.signature(function).parameters
+        signature = inspect.signature(function)
+        parameters = signature.parameters
 
         @functools.wraps(function)
         def call(*args: Any, **kwargs: Any) -> Any:
@@ -82,11 +69,38 @@ def answering(name: str) -> Callable[[F], F]:
                 # Before Python itself says that effective_batch is missing, which would hide the better answer.
                 if argument not in parameters:
                     raise unknown_argument(name, argument, kwargs[argument], _cure(argument, name, list(parameters)))
-            return function(*args, **kwargs)
+            try:
+                signature.bind(*args, **kwargs)
+            except TypeError as error:  # by the name that was called, whatever takes the arguments within
+                raise TypeError(f"{name}() {error}") from None
+            try:
+                return function(*args, **kwargs)
+            except Exception as error:
+                refuse_ended_worker(error)
+                raise
 
-        return cast(F, without_own_frames(call))
+        return cast(F, call)
 
     return decorate
+
+
+def refuse_ended_worker(error: BaseException) -> None:
+    """Raise if an error says that a worker of a DataLoader was killed, or ended by itself.
+
+    PyTorch raises it wherever the main process is when the signal arrives, in a forward too.
+
+    Raises:
+        DataError: it does.
+    """
+    is_told = type(error) is RuntimeError and str(error).startswith("DataLoader worker (pid")
+    # Or its tensors cannot be fetched from it any more.
+    modules = {str(frame.f_globals.get("__name__", "")) for frame, _ in traceback.walk_tb(error.__traceback__)}
+    if is_told or (isinstance(error, EOFError | OSError) and "torch.multiprocessing.reductions" in modules):
+        raise DataError(
+            f"data: a worker ended without an error of Python ({error!r}). On Linux the kernel kills processes when "
+            f"memory runs out: use fewer workers, or a smaller prefetch_factor. Else the dataset or a library "
+            f"that it calls crashes: num_workers=0 reads in this process, and shows where."
+        ) from error
 
 
 def of_one_batch(method: F) -> F:
@@ -112,7 +126,7 @@ def of_one_batch(method: F) -> F:
         found = ", ".join([type(value).__name__ for value in given] + [f"{key}=..." for key in named]) or "nothing"
         raise ArgumentTypeError("batch", found, "one batch", cure, fact=f"{name}() takes one batch, and got {found}.")
 
-    return cast(F, without_own_frames(call))
+    return cast(F, call)
 
 
 def unknown_argument(name: str, argument: str, value: object, cure: str) -> ArgumentTypeError:
@@ -151,8 +165,8 @@ def meant_in(cure: str) -> str:
 
 
 def elsewhere(name: str) -> str:
-    """Return what to do in the place of an argument, or an option, of other trainers, or a removed one; else empty."""
-    return next((cure for other, cure in (ELSEWHERE | REMOVED).items() if _plain(other) == _plain(name)), "")
+    """Return what to do in the place of an argument, or an option, of other trainers; empty where it is none."""
+    return next((cure for other, cure in ELSEWHERE.items() if _plain(other) == _plain(name)), "")
 
 
 def _plain(name: str) -> str:

@@ -1,4 +1,4 @@
-"""What forwards and backwards that nobody is to notice leave in modules, taken away again."""
+"""Runs forwards and backwards that leave no trace: what they change in modules is taken away again."""
 
 from __future__ import annotations
 
@@ -8,14 +8,12 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.nn.parameter import is_lazy
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
+from autoaccum.distributed.gradients import type_of_gradient
 from autoaccum.errors import LossSideEffectError
-from autoaccum.loss.weighting import type_of_gradient
-from autoaccum.window.attributes import Attributes
-from autoaccum.window.snapshot import Snapshot
-from autoaccum.window.state import SMALL_BYTES, State
+from autoaccum.step.python_state import Attributes
+from autoaccum.step.snapshot import SMALL_BYTES, Snapshot, State
 
 
 def _refuse_step(*args: Any) -> None:
@@ -48,7 +46,7 @@ def no_trace(
     everything = {id(m): m for module in modules for m in module.modules()}.values()
     # A forward may write to frozen ones, as to a teacher; what is large is a backbone, mostly, and has no copy.
     own = [p for m in everything for p in m.parameters(recurse=False)]
-    frozen = [p for p in own if not (p.requires_grad or is_lazy(p)) and p.layout is torch.strided]
+    frozen = [p for p in own if not p.requires_grad and p.layout is torch.strided]
     written = frozen if sum(p.nbytes for p in frozen) <= SMALL_BYTES else []
     # Before anything moves. Of layers that these hold too, what is below knows more.
     outside = State((), functions, device, (), written, without=set(everything))
@@ -59,9 +57,6 @@ def no_trace(
     groups = optimizer.param_groups if isinstance(optimizer, torch.optim.Optimizer) else ()
     trained = [p for group in groups for p in group["params"]]
     trained += [tensor for tensor in tensors if tensor.is_leaf and tensor.requires_grad]
-    held = [*parameters, *(b for module in everything for b in module.buffers(recurse=False))]
-    # Built in place by the first forward: afterwards they are lazy again, and know no shape.
-    unbuilt = [(t, type(t), t.data) for t in held if is_lazy(t)]
     elsewhere = [
         (p, p.data) for p in (*parameters, *trained) if p.device != device
     ]  # will be moved to the device, and back
@@ -82,9 +77,6 @@ def no_trace(
             p.grad = None
         for p, value in elsewhere:
             p.data = value
-        for tensor, kind, value in unbuilt:
-            tensor.data = value
-            tensor.__class__ = kind
         for p, gradient, dtype in gradients:
             if type_of_gradient(p) is not dtype:
                 p.grad_dtype = dtype

@@ -2,67 +2,152 @@
 
 from __future__ import annotations
 
-import os
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import math
+import signal
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
-from torch import nn
 
 from autoaccum import _checks
 from autoaccum.data.base import Window
-from autoaccum.data.splits import SplitLike, split_of
+from autoaccum.data.splits import split_of
+from autoaccum.distributed.fsdp import units_of
+from autoaccum.distributed.group import Group, join
+from autoaccum.distributed.launcher import is_launched, own_device
+from autoaccum.distributed.shards import Share
 from autoaccum.errors import ArgumentError, StopTraining
-from autoaccum.events import Event, Finished, Record, Resumed, Saved, StepReport
-from autoaccum.loss.stated import CountItems, Reducing
+from autoaccum.events import Event, Finished, Record, Resumed, Saved, Started, StepReport
 from autoaccum.memory import clock
 from autoaccum.memory.devices import being_current, current_device_kept
-from autoaccum.memory.limit import MemoryLimit
 from autoaccum.memory.oom import named
 from autoaccum.planning.budget import Budget
-from autoaccum.planning.ladder import SavingMode
+from autoaccum.planning.noise import Smoothed, is_due, worth
 from autoaccum.planning.plans import Plan
-from autoaccum.planning.schedules import Progress, Schedule, schedule_of
-from autoaccum.ranks.balance import Balance
-from autoaccum.ranks.group import Group, join
-from autoaccum.ranks.launcher import is_launched, own_device
-from autoaccum.ranks.shares import Share
-from autoaccum.ranks.summing import Compression
-from autoaccum.ranks.units import units_of
+from autoaccum.planning.schedules import schedule_of
 from autoaccum.reporting.following import heard, tell_failure
-from autoaccum.reporting.progress import ProgressBar, teller_of
+from autoaccum.reporting.progress import ProgressBar, Teller, teller_of
 from autoaccum.runs.checkpoint import Checkpoint
 from autoaccum.runs.directory import RunDirectory
 from autoaccum.runs.writers import Writers
-from autoaccum.training import best, data_notices, frames, modes, notices, saving, setup, together
-from autoaccum.training.alone import Ranks, holding
-from autoaccum.training.declarations import Checked
-from autoaccum.training.followed import Followed
+from autoaccum.step.across_ranks import SharedTransaction
+from autoaccum.step.gradient import Gradient, read_end
+from autoaccum.step.module_state import State, smallest_micro_batch
+from autoaccum.step.optimizers import give_types_back, trainable_parameters
+from autoaccum.step.step import Step
+from autoaccum.training import best_validation, notices, optimizer_attributes, rank_sync, saving, setup
+from autoaccum.training.declarations import Checked, taking_method
 from autoaccum.training.hooks import Hooks
-from autoaccum.training.interrupts import interrupt_calls
-from autoaccum.training.learning_rate import MakeScheduler, Scaling
-from autoaccum.training.metrics import Metric
-from autoaccum.training.noise import MeasuredNoise
 from autoaccum.training.optimizer_attributes import OptimizerAttributes
 from autoaccum.training.options import Callback, FitArguments
-from autoaccum.training.pace import Pace
+from autoaccum.training.rank_sync import Followed, Sharing
 from autoaccum.training.result import FitResult as FitResult
 from autoaccum.training.result import cut_last
-from autoaccum.training.run_state import RunState
-from autoaccum.training.sharing import Sharing
-from autoaccum.training.shortages import Shortages, watched
-from autoaccum.training.synonyms import answering
-from autoaccum.training.trial_of_resume import problem_of
-from autoaccum.training.validation import Validator, of_validation_data
-from autoaccum.training.validation_together import ValidatorOfAll
-from autoaccum.window.batch_norm import smallest_micro_batch
-from autoaccum.window.gradient import read_end
-from autoaccum.window.joining import SharedTransaction
-from autoaccum.window.modules import State
-from autoaccum.window.optimizers import OptimizerLike, give_types_back, trainable_parameters
-from autoaccum.window.precision import Precision
+from autoaccum.training.run_position import Pace
+from autoaccum.training.saving import RunState, problem_of
+from autoaccum.training.single_process import holding
+from autoaccum.training.synonyms import answering, refuse_ended_worker
+from autoaccum.training.validation import Validator, ValidatorOfAll, of_validation_data
+
+CLUSTERS = [number for name in ("SIGTERM", "SIGUSR1") if (number := getattr(signal, name, None)) is not None]
+"""What schedulers of clusters send some time before they kill."""
+
+
+@contextmanager
+def interrupt_calls(
+    function: Callable[[], None], teller: Teller | None = None, *, clusters: bool = False
+) -> Iterator[None]:
+    """Call ``function``, within it, at the first Ctrl-C; a second one does what it did before: it stops at once.
+
+    Where there is a ``teller``, it says at once that the signal was heard: a window may take minutes.
+
+    With ``clusters`` the signals that clusters send call it too, however often they come.
+
+    Outside of the main thread, which alone receives signals, it changes nothing.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    # Looked up, for whoever calls may have handlers of its own: they are put back, and a second Ctrl-C goes to them.
+    caught = [signal.SIGINT, *(CLUSTERS if clusters else [])]
+    before = {number: signal.getsignal(number) for number in caught}
+
+    def interrupt(number: int, frame: Any) -> None:
+        # A person who presses twice does not want to wait. What clusters send may come several times, and they give
+        # time before they kill.
+        if number == signal.SIGINT:
+            # A shell has what it starts in the background ignore Ctrl-C. Who sends it all the same means it.
+            is_deaf = before[number] in (None, signal.SIG_IGN)
+            signal.signal(number, signal.default_int_handler if is_deaf else before[number])
+        function()
+        if teller is not None:
+            teller.ending(may_repeat=number == signal.SIGINT)
+
+    for number in caught:
+        signal.signal(number, interrupt)
+    try:
+        yield
+    finally:
+        # A handler that was not installed from Python reads as None, and cannot be put back.
+        for number, handler in before.items():
+            signal.signal(number, handler or signal.SIG_DFL)
+
+
+class MeasuredNoise:
+    """Has windows of a run measured, and tells what they come to."""
+
+    def __init__(self, smoothed: Smoothed, step: Step, *, is_shared: bool) -> None:
+        """Set up.
+
+        Args:
+            smoothed: the averages, which are the run's state.
+            step: what runs the windows.
+            is_shared: whether several ranks run a share of each, so that none is one micro-batch.
+        """
+        self.smoothed = smoothed
+        """Moving averages of the estimates."""
+        self._step, self._is_shared = step, is_shared
+        self._number = 0  # windows before the one that runs
+        self._is_wanted = False  # whether that one is to be measured, and its plan nobody else's to choose
+
+    def begin(self, window: Window, plan: tuple[int, ...] | None) -> tuple[int, ...] | None:
+        """Say whether the next window is to be measured; return its plan, which is to cut it for that.
+
+        All of this follows from its number and its plan. So a run that repeats the plans of another one measures the
+        same windows, whatever has been searched or timed there.
+        """
+        self._number, tuner = self._step.number, self._step.tuner
+        self._step.transaction.measures_parts = measured = is_due(self._number, self.smoothed.most_apart)
+        # A recorded plan is left as it is, and so is a size that is tried or timed: soon there is one that is settled.
+        self._is_wanted = measured and plan is None and not (tuner.searching or tuner.is_timing)
+        if not self._is_wanted or self._is_shared:
+            return plan
+        return tuner.in_two(window.num_samples, window.lengths)
+
+    def report(self, gradient: Gradient) -> dict[str, Any]:
+        """Take what a window tells; return the fields of its report."""
+        noise = gradient.noise
+        if noise is None:  # it was not measured, or in one piece: the averages stand as they are
+            return {"noise_scale": self.smoothed.scale}
+        self.smoothed.observe(noise, worth(self._number, self.smoothed.most_apart))
+        return {
+            "noise_scale": self.smoothed.scale,
+            "gradient_squared": noise.gradient_squared,
+            "gradient_variance": noise.gradient_variance,
+        }
+
+    def announce(self, window: Window, gradient: Gradient, *, is_full: bool) -> None:
+        """Say what a window shows of how good the estimates are."""
+        say_once = self._step.announcer.say_once
+        if self._is_wanted and is_full and len(gradient.sizes) == 1:
+            say_once(notices.no_noise(self._step.number, self._step.tuner.smallest))
+        lengths = window.lengths
+        if gradient.noise is not None and lengths is not None and lengths[0] != lengths[-1]:
+            say_once(notices.NOISE_OF_SORTED)
 
 
 class Trainer:
@@ -71,76 +156,11 @@ class Trainer:
     Everything that can be checked before training is checked when it is made.
     """
 
-    # Its parameters, and those passed on, are written by tests/write_signatures.py.
     @answering("Trainer")
-    def __init__(
-        self,
-        model: nn.Module,
-        data: Any,
-        *,
-        effective_batch: int | str | Schedule | Callable[[Progress], int],
-        loss_fn: Callable[[Any, Any], Any] | None = None,
-        training_step: Callable[[Any, Any], Any] | None = None,
-        num_items: CountItems | None = None,
-        reduction: Reducing = None,
-        optimizer: OptimizerLike | None = None,
-        lr: float | None = None,
-        lr_scheduler: MakeScheduler | None = None,
-        lr_scaling: Scaling = "none",
-        base_batch: int | None = None,
-        epochs: int | None = None,
-        steps: int | None = None,
-        samples: int | None = None,
-        micro_batch: int | Literal["auto"] | Sequence[Sequence[int]] = "auto",
-        max_micro_batch: int | None = None,
-        min_micro_batch: int | None = None,
-        memory_limit: MemoryLimit = None,
-        headroom: float = 0.05,
-        memory_saving: SavingMode = "auto",
-        patience: float = 60.0,
-        precision: Precision = "fp32",
-        clip_norm: float | None = None,
-        accumulate: Literal["auto", "weighted", "joined"] = "auto",
-        verify: bool = True,
-        strict: bool = False,
-        compile: bool = False,
-        device: str | torch.device | None = None,
-        ranks: Ranks = "together",
-        balance: Balance = "equal",
-        compression: Compression = "none",
-        seed: int = 0,
-        shuffle: bool = True,
-        drop_last: bool = False,
-        collate_fn: Callable[[list[Any]], Any] | None = None,
-        split: SplitLike | None = None,
-        batch_dim: int | Mapping[str, Any] | Sequence[Any] = 0,
-        num_workers: int = 0,
-        validation_data: Any = None,
-        validate_every: int | None = None,
-        metrics: Mapping[str, Metric] | None = None,
-        run_dir: str | os.PathLike[str] | None = None,
-        checkpoint_every: int | str | None = None,
-        keep_checkpoints: int = 2,
-        resume: Literal["auto"] | bool = "auto",
-        noise_scale: bool = False,
-        cache: bool = True,
-        callbacks: Iterable[Callback] = (),
-        progress: bool = True,
-    ) -> None:
+    @taking_method(FitArguments)
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
         """Set up a run, up to its first window; ``fit`` says what the arguments are."""
-        given = FitArguments(
-            model=model, data=data, effective_batch=effective_batch, loss_fn=loss_fn, training_step=training_step,
-            num_items=num_items, reduction=reduction, optimizer=optimizer, lr=lr, lr_scheduler=lr_scheduler,
-            lr_scaling=lr_scaling, base_batch=base_batch, epochs=epochs, steps=steps, samples=samples,
-            micro_batch=micro_batch, max_micro_batch=max_micro_batch, min_micro_batch=min_micro_batch,
-            memory_limit=memory_limit, headroom=headroom, memory_saving=memory_saving, patience=patience,
-            precision=precision, clip_norm=clip_norm, accumulate=accumulate, verify=verify, strict=strict,
-            compile=compile, device=device, ranks=ranks, balance=balance, compression=compression, seed=seed,
-            shuffle=shuffle, drop_last=drop_last, collate_fn=collate_fn, split=split, batch_dim=batch_dim,
-            num_workers=num_workers, validation_data=validation_data, validate_every=validate_every, metrics=metrics,
-            run_dir=run_dir, checkpoint_every=checkpoint_every, keep_checkpoints=keep_checkpoints, resume=resume,
-            noise_scale=noise_scale, cache=cache, callbacks=callbacks, progress=progress,
-        )  # fmt: skip
+        given = FitArguments(*args, **kwargs)
         with current_device_kept(), named("the run was set up"):
             self._set_up(given)
 
@@ -148,12 +168,12 @@ class Trainer:
         """Check the arguments and make the parts of the run, in the order that the parts need."""
         # What a user can have got wrong is said before the first side effect, as far as the arguments alone show it.
         checked = arguments.check()
-        arguments = self._arguments = data_notices.heeding(arguments)
+        arguments = self._arguments = notices.heeding(arguments)
         # Looked up now, for callbacks may change directory.
         self._run_dir = None if arguments.run_dir is None else Path(arguments.run_dir).absolute()
         self.schedule = checked[schedule_of]
         self._hooks = Hooks(checked[_checks.of_callbacks], arguments)
-        self._validations = best.Validations(judge=self._hooks.judge())
+        self._validations = best_validation.Validations(judge=self._hooks.judge())
         setup.refuse_sizes(arguments, self.schedule)
         budget = checked[Budget]
         self.model = arguments.model
@@ -168,7 +188,7 @@ class Trainer:
         # From here on others wait for this rank: what ends it is told to them.
         try:
             if self._group is not None:
-                together.refuse(arguments)
+                rank_sync.refuse(arguments)
             with place.limit.kept():
                 self._make(arguments, checked, place, budget)
         except BaseException as error:
@@ -202,9 +222,7 @@ class Trainer:
         self._events: list[Any] = []
         self._bar = ProgressBar() if arguments.progress and self._is_first else None
         self._step.within = None if self._bar is None else self._bar.within
-        rank = 0 if self._group is None else self._group.rank
-        self._shortages = None if self._run_dir is None else Shortages(self._run_dir, self._step, self.memory, rank)
-        ours = [one for one in (self._bar, self._shortages) if one is not None]
+        ours = [] if self._bar is None else [self._bar]
         self._callbacks: list[Callback] = [*ours, *heard(checked[_checks.of_callbacks], is_first=self._is_first)]
         self._teller = teller_of(self._callbacks)  # the bar, where there is one
         self._stop_reason: str | None = None  # set once the run is to end after its window
@@ -226,8 +244,8 @@ class Trainer:
         budget.check_plans(plans, epoch_samples, self.schedule, drop_last)
 
         setup.seed_all(arguments)
-        self.optimizer, self._learning_rate = setup.build(arguments, checked, place, self._source, self.num_steps)
-        modes.refuse_sharded(self.model, self.optimizer)
+        self.optimizer, self._learning_rate = setup.build(arguments, place, self.num_steps)
+        optimizer_attributes.refuse_sharded(self.model, self.optimizer)
         # Windows and validations call this; what is saved and described is the model itself.
         called: Any = torch.compile(self.model) if arguments.compile else self.model
         noise = setup.noise_of(arguments, self.schedule)
@@ -264,18 +282,17 @@ class Trainer:
         """Return the samples trained on."""
         return self._pace.samples_seen
 
-    @frames.without_own_frames
     def fit(self) -> FitResult:
         """Train to the end of the budget, or until a callback or a signal ends the run after a window."""
         with torch.enable_grad(), holding("fit"), being_current(self.device):
             try:
                 with named("no window was being run"):
-                    modes.into_training(self.optimizer)
+                    optimizer_attributes.into_training(self.optimizer)
                     self._open_directory()
-                    with self._step.limit.kept(), watched(self._shortages):
+                    with self._step.limit.kept():
                         if self._group is not None:
                             begun = self._state, self._arguments, self._source, self.num_steps
-                            together.begin(self._group, *begun)
+                            rank_sync.begin(self._group, *begun)
                             self._goes_on = self._group.from_first(lambda: self._goes_on)
                             self._hear_with_windows(self._group)
                         return self._fit()
@@ -285,6 +302,7 @@ class Trainer:
                 if self._directory is not None:  # else nothing on the disk would tell it from a run that goes on
                     self._directory.failed(self.step, error)
                 tell_failure(self._callbacks, error)
+                refuse_ended_worker(error)
                 raise
             finally:
                 give_types_back(self.optimizer)  # another may step on what it leaves
@@ -314,7 +332,7 @@ class Trainer:
         """Train, unless there is nothing left to do, and return what the run leaves."""
         if self._start():
             self._run()
-        modes.into_evaluation(self.optimizer)
+        optimizer_attributes.into_evaluation(self.optimizer)
         self._emit(Finished(step=self.step, reason=self._stop_reason or "", stopped_by=self._stopped_by))
         plan = self._last_plan()
         return FitResult(
@@ -351,7 +369,7 @@ class Trainer:
                 while self._stop_reason is None:
                     found = self._pace.next_window(reader)
                     if self._group is not None and self._source.num_samples is None:
-                        together.same_window(self._group, None if found is None else found[0])
+                        rank_sync.same_window(self._group, None if found is None else found[0])
                     if found is None:
                         self._end_epoch()
                         break
@@ -371,14 +389,22 @@ class Trainer:
         # A finished run's records stay as they are, so that the same call may be made any number of times.
         if self._directory is not None and not (is_finished and self._directory.is_finished()):
             self._directory.begin()
-        self._emit(notices.started(self.num_steps, self.num_samples, self.device, self.limit_bytes, self.memory.used()))
+        self._emit(
+            Started(
+                num_steps=self.num_steps,
+                num_samples=self.num_samples,
+                device=str(self.device),
+                limit_bytes=self.limit_bytes,
+                used_bytes=self.memory.used(),
+            )
+        )
         if self._resumed is not None:
             self._emit(self._resumed)
         if self._directory is not None and self._directory.passed_over is not None:
             self._step.announcer.say(self._directory.passed_over)
         for notice in self._hooks.notices if self._resumed is not None else []:
             self._step.announcer.say(notice)
-        for notice in data_notices.of_data(self._arguments, self._source.num_samples, self._pace.asked):
+        for notice in notices.of_data(self._arguments):
             self._step.announcer.say_once(notice)
         if is_spent:
             self._end("budget")
@@ -409,22 +435,22 @@ class Trainer:
     def _train(self, window: Window, asked: int) -> None:
         """Run one window: its gradient, the optimizer's step, the report."""
         num_there = window.num_samples
-        num_asked, why = self._own_samples(asked), ""
+        num_asked, why = asked if self._sharing is None else self._own_samples(asked), ""
         if self._group is not None and self._sharing is not None:
             # A window's random numbers are those of its rank, however many were drawn in windows before.
-            together.seed(self._group, self.device, self._arguments.seed, self.step)
+            rank_sync.seed(self._group, self.device, self._arguments.seed, self.step)
             window = self._sharing.share(window)
             if self._sharing.have_changed(asked):
                 why = f"of {asked} samples this rank computes {num_asked} now"
                 self._emit_shares()
         # Not sooner, for past runs are known by the shapes of their data, and these by the first window.
-        if self.step == 0 and self._cache is not None:
+        is_first = self._step.number == 0
+        if is_first and self._cache is not None:
             self._cache.recall(window, self._tuner, self.memory.used())
-        # They are read when an epoch has ended: what can be told of them without a forward is told now.
-        if self.step == 0 and self._validator is not None:
-            for notice in self._validator.beside(window, data_notices.of_validation):
-                self._step.announcer.say_once(notice)
-        plan = self._pace.recorded_plan()
+        # They are read when an epoch has ended: what a loss_fn cannot be called with is told now.
+        if is_first and self._validator is not None:
+            self._validator.check_form(window)
+        plan = self._pace.recorded_plan() if self._pace.has_plans else None
         if plan is not None and sum(plan) != num_there:
             raise ArgumentError("micro_batch", plan, f"sizes that sum to {num_there} in window {self.step + 1}")
         if plan is not None and isinstance(window, Share):
@@ -448,7 +474,8 @@ class Trainer:
         lr = self._learning_rate.now(asked)  # that of this step, before the scheduler goes on
         with self._learning_rate.scaled(asked):
             stepped = self._step.apply(gradient)
-        self._learning_rate.advance(self.samples_seen, stepped)
+        if self._learning_rate.scheduler is not None:
+            self._learning_rate.advance(stepped)
         if is_full and num_asked:
             self._step.settle(num_asked, window.lengths)
         noise = {} if self._noise is None else self._noise.report(gradient)
@@ -456,9 +483,9 @@ class Trainer:
         # Reading the loss waits for the device, which the optimizer's step has been given to by now.
         loss, grad_norm, outputs = read_end(gradient)
         report = StepReport(
-            step=self.step,
+            step=self._step.number,
             epoch=self._pace.epoch,
-            num_samples=self.samples_seen,
+            num_samples=self._pace.samples_seen,
             effective_batch=num_samples,
             micro_batches=gradient.sizes,
             loss=loss,
@@ -476,16 +503,19 @@ class Trainer:
         self._pace.reported(report)
         if self._directory is not None:
             self._directory.window_mark.leave()
-        if stepped:
-            self._step.announce_if_not_finite(report.loss)
+        if stepped and not math.isfinite(loss):
+            self._step.announce_not_finite(loss)
         if self._noise is not None:
             self._noise.announce(window, gradient, is_full=num_there == asked)
         self._emit(report)
         if self._pace.is_spent:
             self._end("budget")
-        self._agree(after_window=True)
-        self._validate_if_due()
-        self._save()
+        if self._group is not None:
+            self._agree(after_window=True)
+        if self._validator is not None:
+            self._validate_if_due()
+        if self._directory is not None or self._writers is not None:
+            self._save()
 
     def _validate_if_due(self) -> None:
         """Validate after a window that passed another ``validate_every`` samples."""
@@ -501,7 +531,7 @@ class Trainer:
         # The optimizer's mode first: a callback may put other weights in place of those that it evaluates.
         with (
             self._validations.at(self.step, save),
-            modes.evaluating(self.optimizer),
+            optimizer_attributes.evaluating(self.optimizer),
             self._hooks.validating(self._teller),
         ):
             loss = self._validated(self._validator, epoch)
@@ -559,7 +589,7 @@ class Trainer:
             self._mark += clock.now() - started
         elif is_due and directory is not None:
             loss = self._pace.reports[-1].loss if self._pace.reports else None  # none before the first window
-            saved = saving.save(self, directory, validations, loss, is_last=is_last)
+            saved = saving.save(self, directory, validations, loss)
             self._emit(saved)
             self._mark += saved.seconds  # the next report leaves it out
             self._tell_what_is_lost(directory, saved)
@@ -571,7 +601,6 @@ class Trainer:
         if self._is_tried or directory.writers is not None:
             return
         started, self._is_tried = clock.now(), True
-        directory.wait()
         with self._step.meter.aside():
             problem = problem_of(self._state, Checkpoint.at(Path(saved.path)))
         if problem:
@@ -605,7 +634,7 @@ class Trainer:
         if self._group is None:
             self._stop_reason = self._wish
 
-    def _wishes(self) -> together.Wish:
+    def _wishes(self) -> rank_sync.Wish:
         return self._wish, self._followed.marks()
 
     def _hear_with_windows(self, group: Group) -> None:
@@ -620,7 +649,7 @@ class Trainer:
             return
         if after_window and self._heard_by is not None:
             # A signal that has come since is heard with the next window; that the budget is spent, all ranks know.
-            found = together.agreed(self._group, self._heard_by.heard, self._followed)
+            found = rank_sync.agreed(self._group, self._heard_by.heard, self._followed)
             self._stop_reason = found or ("budget" if self._pace.is_spent else None)
         else:
-            self._stop_reason = together.agreed(self._group, self._group.exchange(self._wishes()), self._followed)
+            self._stop_reason = rank_sync.agreed(self._group, self._group.exchange(self._wishes()), self._followed)

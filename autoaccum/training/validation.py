@@ -1,4 +1,4 @@
-"""The loss on held-out data: a micro-batch of its own, and no trace on training."""
+"""The loss on held-out data, in micro-batches of its own size, with no trace on training."""
 
 from __future__ import annotations
 
@@ -6,41 +6,243 @@ import gc
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
 
 from autoaccum.data import batches, randomness
 from autoaccum.data.base import Source, Window, in_order
+from autoaccum.distributed.fsdp import Elsewhere, Sharded
+from autoaccum.distributed.group import Group
 from autoaccum.errors import DataError, EmptyDatasetError, LossWithoutGradError, NothingFitsError
 from autoaccum.events import Event, Notice, OutOfMemory, Validated
-from autoaccum.loss.counting import count_items
-from autoaccum.loss.functions import inputs_and_targets
-from autoaccum.loss.graph import graph_alone
-from autoaccum.loss.hypotheses import Hypothesis
-from autoaccum.loss.reductions import read, without_graph
-from autoaccum.loss.stated import Computed, CountItems, LossOf
-from autoaccum.loss.terms import Count, Reduction
 from autoaccum.memory import clock
 from autoaccum.memory.base import Memory
 from autoaccum.memory.limit import Limit
 from autoaccum.memory.oom import RanOut, attempt, insist, is_out_of_memory
 from autoaccum.memory.waiting import Patience, Shortage
 from autoaccum.planning.attempts import Piece
+from autoaccum.planning.cuts import cut
 from autoaccum.planning.limits import CLEARLY_OVER, Limits
-from autoaccum.planning.trials import Trials
-from autoaccum.training.evaluating_joined import JoinedEvaluations
+from autoaccum.planning.trials import Halving, Trials
+from autoaccum.step.deferred_readback import Late
+from autoaccum.step.error_context import is_told, may_need_another, tell_micro_batch
+from autoaccum.step.infer_reduction import BY_ONE, PENALTIES, SEVERAL, conclude, stands_for_none
+from autoaccum.step.item_counts import count_items
+from autoaccum.step.job import Autocast
+from autoaccum.step.loss_functions import inputs_and_targets
+from autoaccum.step.loss_graph import graph_alone, read_reduction, without_graph
+from autoaccum.step.named_losses import named_loss
+from autoaccum.step.outputs import Outputs
+from autoaccum.step.python_state import Attributes
+from autoaccum.step.readback import Numbers
+from autoaccum.step.row_check import COUNTS, RowChecks, sizes_of
+from autoaccum.step.snapshot import Snapshot
+from autoaccum.step.split_calls import Layout, NotRowsError, joining
+from autoaccum.step.terms import Computed, Count, CountItems, Hypothesis, LossOf, Reduction, divisor_of, without_none
 from autoaccum.training.metrics import Metrics, SharedTree, Sums
-from autoaccum.training.validation_losses import Loss, Losses
-from autoaccum.training.validation_losses import read as read_all
-from autoaccum.window.attributes import Attributes
-from autoaccum.window.outputs import Outputs
-from autoaccum.window.precision import Autocast
-from autoaccum.window.raised import is_told, tell_micro_batch
-from autoaccum.window.single_samples import may_need_another
-from autoaccum.window.snapshot import Snapshot
-from autoaccum.window.split_calls import Layout
+
+AT_ONCE = 1024
+"""Micro-batches whose losses are read together: a device has few bytes for each, but not without end."""
+
+Part = tuple[str, float, Reduction]
+"""A loss of a micro-batch: its name, its value, and how it was reduced."""
+
+
+@dataclass(slots=True)
+class Loss:
+    """The loss of a micro-batch, or several that are added."""
+
+    values: Mapping[str, torch.Tensor]
+    """Each by its name, "" for one alone, in memory of its own: it is read when others have been computed."""
+    reductions: Mapping[str, Reduction]
+    """How each was reduced, without its graph."""
+    num_samples: int
+    """Of the micro-batch."""
+
+    def want(self, numbers: Numbers) -> None:
+        """Ask for the values, and for what they are means over."""
+        numbers.want(self.values.values())
+        numbers.want_of(self.reductions.values())
+
+    def take_read(self, numbers: Numbers) -> None:
+        """Take them as they were read."""
+        self.values = {name: numbers.tensor(value) for name, value in self.values.items()}
+        self.reductions = {name: numbers.reduction(reduction) for name, reduction in self.reductions.items()}
+
+    def parts(self) -> list[Part]:
+        """Return each, once they are read; one that is over nothing counts nothing."""
+        found = []
+        for name, value in self.values.items():
+            number, reduction = value.item(), self.reductions[name]
+            # A mask's count is often kept from 0 by clamp(min=1).
+            is_none = not math.isfinite(float(reduction.items)) or stands_for_none(reduction, number, self.num_samples)
+            reduction = replace(reduction, items=0.0) if is_none else reduction
+            found.append((name, number if reduction.items else 0.0, reduction))
+        return found
+
+
+class Losses:
+    """The losses of all micro-batches so far."""
+
+    def __init__(self) -> None:
+        """Begin with none."""
+        self._unread: list[tuple[int, Loss]] = []
+        # Each micro-batch's by itself, joined at the end: how they go together shows only when all are there.
+        self._found: list[tuple[int, list[Part]]] = []
+
+    @property
+    def num_samples(self) -> int:
+        """Count the samples of those that were read."""
+        return sum(size for size, _ in self._found)
+
+    def add(self, num_samples: int, loss: Loss) -> None:
+        """Add that of a micro-batch."""
+        # Nothing is read here, where the next forward is to be launched.
+        self._unread.append((num_samples, loss))
+        if len(self._unread) >= AT_ONCE:
+            insist(lambda: read_losses([self]), "the losses of a validation were read")
+
+    def want(self, numbers: Numbers) -> None:
+        """Ask for those that are yet to be read."""
+        for _, loss in self._unread:
+            loss.want(numbers)
+
+    def take_read(self, numbers: Numbers) -> None:
+        """Take them as they were read."""
+        for _, loss in self._unread:
+            loss.take_read(numbers)
+        # All of them or none: where memory runs out on the way it is done again.
+        found = [(num_samples, loss.parts()) for num_samples, loss in self._unread]
+        self._found += found
+        self._unread = []
+
+    def joined(self, hypothesis: Hypothesis | None = None) -> tuple[float, dict[str, float]]:
+        """Return the loss over everything, of what was read, NaN where nothing counts; and each of several, by name.
+
+        Args:
+            hypothesis: what losses were measured to be; None where graphs alone tell.
+        """
+        # One that some micro-batches lack is joined over the others.
+        found = {name: _joined(values, hypothesis) for name, values in self.by_name().items()}
+        totals = {name: total for name, total in found.items() if total is not None}
+        named = {named_loss(name): total for name, total in totals.items() if name}
+        return sum(totals.values()) if totals else math.nan, named
+
+    def are_doubtful(self) -> bool:
+        """Return whether graphs speak against one weight for micro-batches, as by terms with different counts."""
+        # Of all micro-batches together, for one alone leaves more in doubt.
+        columns = [list(zip(*values, strict=True)) for values in self.by_name().values()]
+        return any(_is_doubtful(sizes, column) for sizes, _, column in columns if len(sizes) > 1)
+
+    def by_name(self) -> dict[str, list[tuple[int, float, Reduction]]]:
+        """Return (samples, value, how it was reduced) of each loss in each micro-batch that has it."""
+        found: dict[str, list[tuple[int, float, Reduction]]] = {}
+        for size, parts in self._found:
+            for name, value, reduction in parts:
+                found.setdefault(name, []).append((size, value, reduction))
+        return found
+
+
+def read_losses(late: Sequence[Late]) -> None:
+    """Read all that is left on a device, together."""
+    numbers = Numbers()
+    for each in late:
+        each.want(numbers)
+    numbers.read()
+    for each in late:
+        each.take_read(numbers)
+
+
+def _is_doubtful(sizes: Sequence[int], reductions: Sequence[Reduction]) -> bool:
+    is_unknown = any(term.kind == "unknown" for reduction in reductions for term in reduction.terms)
+    return is_unknown or conclude(sizes, reductions).doubt in (SEVERAL, BY_ONE, PENALTIES)
+
+
+def _joined(values: list[tuple[int, float, Reduction]], hypothesis: Hypothesis | None) -> float | None:
+    """Return a loss over everything; None where nothing counts."""
+    there = [(size, value, reduction) for size, value, reduction in values if float(reduction.items)]
+    if not any(without_none(float(reduction.items)) for _, _, reduction in there):
+        return None
+    counts = [float(reduction.items) for _, _, reduction in there]
+    is_sum = hypothesis == "sum"
+    if hypothesis is None:
+        is_sum = conclude([size for size, _, _ in there], [reduction for _, _, reduction in there]).is_sum
+    weighted = sum(value * divisor_of(count) for (_, value, _), count in zip(there, counts, strict=True))
+    # A sum has the same divisor in every micro-batch, whatever is in it; divided by one of them it is the sum of all.
+    # Of a single micro-batch there is nothing to compare, and both are the same.
+    return weighted / (counts[0] if is_sum and len(there) > 1 else sum(counts))
+
+
+T = TypeVar("T")
+
+
+class JoinedEvaluations:
+    """How the modules of a model are split where it is evaluated: more may have to be opened than in training."""
+
+    def __init__(self, model: Any, device: torch.device) -> None:
+        """Set up for what is called, which torch.compile may have made of a module."""
+        self._model, self._device = model, device
+        self._layout: Layout | None = None
+
+    def follow(self, trained: Layout | None) -> bool:
+        """Join evaluations where training is joined; return whether it is."""
+        if trained is None:
+            self._layout = None
+            return False
+        if self._layout is None:
+            self._layout = Layout(trained.roots)
+        for module in trained.opened():
+            self._layout.open(module)
+        return True
+
+    def measure(self, num_samples: int, few: Callable[[int], object]) -> None:
+        """Find out where the rows of each call lie, and which modules have to be opened; once.
+
+        Args:
+            num_samples: that there are.
+            few: (count) -> the loss of so many of them.
+        """
+        assert self._layout is not None
+        if self._layout.rows:
+            return
+        for count in (count for count in COUNTS if count <= num_samples):
+            try:
+                if not isinstance(attempt(partial(self._measured, self._layout, count, few)), RanOut):
+                    return
+            except Exception:  # of a step that wants the whole batch: shapes tell where its rows lie
+                return
+
+    def _measured(self, layout: Layout, count: int, few: Callable[[int], object]) -> None:
+        state = randomness.get_state(self._device)
+        try:
+            with joining(self._model, layout, sizes_of(count), self._device, checks=RowChecks()):
+                few(count)
+        finally:
+            randomness.set_state(state, self._device)
+
+    def run(self, num_samples: int, most: int, compute: Callable[[], T]) -> T:
+        """Return what a function returns whose calls are split.
+
+        Args:
+            num_samples: that it computes.
+            most: samples of a micro-batch.
+            compute: the function.
+        """
+        assert self._layout is not None
+        sizes = cut(num_samples, most)
+        while True:
+            state = randomness.get_state(self._device)
+            try:
+                with joining(self._model, self._layout, sizes, self._device):
+                    return compute()
+            except NotRowsError as error:
+                self._layout.open(error.module)
+            randomness.set_state(state, self._device)
+
 
 # The ways to read off a loss what it is a mean over; checkpoints keep these names. Each costs the memory of a graph,
 # the first one least. Of a loss_fn only the loss need have one: the model's forward is run without.
@@ -223,7 +425,7 @@ class Validator:
 
     def _read_all(self, losses: Losses) -> dict[str, float]:
         """Read all that is left on the device, by one copy; return the means of metrics and of outputs."""
-        read_all([losses, self._beside, *([] if self._metrics is None else [self._metrics])])
+        read_losses([losses, self._beside, *([] if self._metrics is None else [self._metrics])])
         outputs = {name: float(mean) for name, mean in self._beside.means().items()}
         return outputs if self._metrics is None else outputs | self._metrics.read()  # of one name the metric counts
 
@@ -264,34 +466,27 @@ class Validator:
         self._joined.measure(count, few)
         return self._joined.run(count, size, lambda: self._outcome(lambda: in_order(window), count))
 
-    def beside(self, window: Window, compared: Callable[[Any, Any], list[Notice]]) -> list[Notice]:
-        """Return what is said of a micro-batch of a window that is trained on, and one of these data beside it.
+    def check_form(self, window: Window) -> None:
+        """Check, beside a window that is trained on, that a ``loss_fn`` can be called with these data too.
 
         Raises:
-            DataError: they are none that a ``loss_fn`` can be called with.
+            DataError: it cannot.
         """
         few = min(2 * self._fewest, window.num_samples)
 
-        def found() -> list[Notice]:
-            if not few:
-                return []
+        def found() -> None:
             # Those that are trained on first: what is wrong with both is to be mended there.
-            own = window.micro_batch(0, few)
-            if self._of_outputs:
-                inputs_and_targets(own)
+            inputs_and_targets(window.micro_batch(0, few))
             with of_validation_data():
                 example = self._source.form(few)
-                if example is None:
-                    return []
-                if self._of_outputs:
+                if example is not None:
                     inputs_and_targets(example)
-                return compared(own, example)
 
-        said = attempt(found)
-        return [] if isinstance(said, RanOut) else said  # training will say
+        if few and self._of_outputs:
+            attempt(found)  # should memory not do, training will say
 
     def try_metrics(self, metrics: Metrics) -> None:
-        """Call each function on 1 to 3 samples, of which nothing remains: what is wrong is said before training.
+        """Call each function on a few samples, of which nothing remains: what is wrong is said before training.
 
         Raises:
             ArgumentError: a function returned no tensor of values.
@@ -309,19 +504,7 @@ class Validator:
         snapshot.take()
         try:
             with self._evaluating():
-                few = self._fewest  # what computes them need not be able to compute fewer
-                two = self._source.example(2 * few)
-                # A model that cannot be called on a single sample is compared with nothing.
-                try:
-                    metrics.measure(SharedTree(self._source.example(few)), lambda: self._source.example(few))
-                except Exception as error:
-                    if not may_need_another(error):
-                        raise
-                    metrics.measure(SharedTree(two), lambda: self._source.example(2 * few))
-                    return
-                metrics.check(two, 2 * few)
-                # What is compared with one row, or with two classes, is broadcast by chance; of three it is not.
-                metrics.measure(SharedTree(self._source.example(3 * few)), lambda: self._source.example(3 * few))
+                metrics.check(lambda: self._source.example(3 * self._fewest), self._fewest)
         except EmptyDatasetError:
             raise EmptyDatasetError("validation_data", _NOTHING) from None
         finally:
@@ -519,7 +702,9 @@ class Validator:
         with torch.enable_grad() if way == _WHOLE_GRAPH else graph_alone(), self._autocast():
             loss = self._compute(model, batch)
         losses, waits = self._by_name(loss), self._device.type == "cpu"
-        return _kept(losses, {name: without_graph(read(one, size, waits=waits)) for name, one in losses.items()}, size)
+        return _kept(
+            losses, {name: without_graph(read_reduction(one, size, waits=waits)) for name, one in losses.items()}, size
+        )
 
     def _outputs(self, *args: Any, **kwargs: Any) -> Any:
         """Return the model's outputs without its graph: the loss makes one of its own, which is all that is read."""
@@ -596,3 +781,126 @@ def of_validation_data() -> Iterator[None]:
         if is_told(error) and _OF_VALIDATION not in error.__notes__:
             error.add_note(_OF_VALIDATION)
         raise
+
+
+METRICS, REHEARSAL, FORWARD = "a try of metrics", "a rehearsal of validation", "a forward of validation"
+"""Kinds of what ranks run together, by which what is left of one that failed is known."""
+
+
+class ValidatorOfAll(Validator):
+    """Runner of validations of which every rank runs all: the same samples, in the same micro-batches."""
+
+    def __init__(
+        self, *arguments: Any, group: Group, sharded: Sharded, smallest: Callable[[], int], **options: Any
+    ) -> None:
+        """Set up for the ranks of a group.
+
+        Args:
+            arguments: those of ``Validator``.
+            group: the ranks.
+            sharded: the model, as they run it.
+            smallest: returns the fewest samples that training has found its model to need.
+            options: further ones of ``Validator``.
+        """
+        super().__init__(*arguments, **options)
+        self._group, self._sharded, self._smallest = group, sharded, smallest
+        self._trials = Halving(self._limits)
+        self._is_rehearsed = False
+        self._heard: list[bool] = []  # of the last forward, whether it is to be made smaller on any rank
+
+    def run(self, step: int, epoch: int, training_micro_batch: int) -> float:
+        """Run one pass, in micro-batches that fit training on all ranks, and return the first rank's loss."""
+        # Each rank has found sizes of its own in training, with a backward: the smallest of them fits all without one.
+        told = self._group.exchange((training_micro_batch, self._smallest()))
+        self.set_fewest(max(self._fewest, *(smallest for _, smallest in told)))
+        # A loss that draws would be another on each rank.
+        states = randomness.get_state(self._device)
+        randomness.set_state(self._group.from_first(lambda: states), self._device)
+        try:
+            return self._run(step, epoch, min(largest for largest, _ in told))
+        finally:
+            randomness.set_state(states, self._device)
+
+    def _agreed(self, found: Validated) -> Validated:
+        """Return what the first rank tells of a pass: callbacks decide by it, alike on all ranks."""
+        return self._group.exchange(found)[0]
+
+    def try_metrics(self, metrics: Metrics) -> None:
+        """Call each function on some samples; see ``Validator``. Memory that runs out in it ends all ranks."""
+        # Nothing is known yet of what these forwards launch, so that nobody could make up for one that has failed.
+        self._sharded.run(lambda: self._try_metrics(metrics), lambda: True, lambda _: False, kind=METRICS)
+        self._sharded.reset()
+        gc.collect()  # training rehearses next, which cannot be made up for either
+
+    def _rehearse(self, window: Window) -> None:
+        """Run a forward twice, so that it is known what to make up for in those that come after it."""
+        # The first may find out that a loss cannot be read in one way, and run another forward.
+        size = min(window.num_samples, self._fewest)
+        # Here nobody can be made up for, so that what is held without need goes first.
+        gc.collect()
+        self._release()
+        for kind in (REHEARSAL, FORWARD):
+            self._forward(lambda: self._outcome(lambda: window.micro_batch(0, size), size), lambda: True, kind)
+        self._is_rehearsed = True
+
+    def _forward(self, compute: Callable[[], Any], told: Callable[[], Any], kind: str = FORWARD) -> Any:
+        found: list[Any] = []
+
+        def run() -> None:
+            found[:] = [compute()]
+            # Without a backward some parts would stay gathered, and the next forward launch less than this one.
+            self._sharded.reset()
+
+        self._heard = self._sharded.run(run, told, kind=kind)
+        return found[0]
+
+    def _try(self, window: Window, piece: Piece) -> Loss | Shortage:
+        self._group.exchange(True)  # in which is heard of a rank that has failed since the last forward
+        if not self._is_rehearsed:
+            self._rehearse(window)
+        if self._is_cluttered():
+            self._release()
+        # Where nobody else keeps the limit a size that passes it is given up, on all ranks.
+        if not self._is_enforced:
+            self._memory.reset_peak()
+        peak_bytes = 0
+
+        def is_too_large() -> bool:
+            nonlocal peak_bytes
+            peak_bytes = 0 if self._is_enforced else self._memory.peak()
+            return not self._limits.allows(peak_bytes, is_smallest=piece.size <= self._fewest)
+
+        def compute() -> Any:
+            return self._outcome(lambda: window.micro_batch(piece.start, piece.size), piece.size)
+
+        try:
+            outcome = attempt(lambda: self._forward(compute, is_too_large))
+        # Of a size that failed elsewhere this rank has a loss as well, which is thrown away: samples count once.
+        except Elsewhere as error:
+            self._computed = None
+            return Shortage(micro_batch=piece.size, peak_bytes=0, error=error)
+        if isinstance(outcome, RanOut):
+            return self._ran_out(piece, outcome)
+        # Said by whoever passed its limit, and heard by all with the end of the forward: they go on alike.
+        if any(self._heard):
+            self._memory.release()
+            if piece.size <= self._fewest:
+                is_own = self._heard[self._group.rank]
+                why = self._nothing_fits(piece.size, peak_bytes) if is_own else Elsewhere()
+                return Shortage(micro_batch=piece.size, peak_bytes=peak_bytes, error=why, ran=True)
+        loss: Loss
+        loss, sums, outputs = outcome
+        # Not sooner: what ran out of memory on any rank is run again, and would count twice.
+        self._beside.absorb(outputs)
+        if self._metrics is not None:
+            self._metrics.keep(sums)
+        self._trials.fitted(piece, None)
+        if any(self._heard):  # it ran all the same, so its loss counts
+            self._trials.ran_out(piece)
+        return loss
+
+    def _make_do(self, shortage: Shortage, piece: Piece, patience: Patience) -> None:
+        if not isinstance(shortage.error, Elsewhere):
+            super()._make_do(shortage, piece, patience)
+        elif piece.size > self._fewest:
+            self._trials.ran_out(piece)

@@ -26,5 +26,18 @@ class Docstrings(griffe.Extension):
             obj.docstring.value = as_markdown(obj.docstring.value)
 
     def on_package(self, *, pkg: griffe.Module, **_: Any) -> None:
-        """Rewrite that of the package, which is an object of its own kind."""
+        """Rewrite that of the package, which is an object of its own kind; and write out what ``fit`` takes."""
         self.on_object(obj=pkg)
+        fields = [field for field in pkg["training.options.FitArguments"].attributes.values() if field.name != "_"]
+        kinds = griffe.ParameterKind
+        pkg["training.fit.fit"].parameters = griffe.Parameters(
+            *(
+                griffe.Parameter(
+                    field.name,
+                    annotation=field.annotation,
+                    kind=kinds.keyword_only if field.name not in ("model", "data") else kinds.positional_or_keyword,
+                    default=field.value,
+                )
+                for field in fields
+            )
+        )

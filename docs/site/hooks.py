@@ -33,7 +33,7 @@ MODULES = (
     *(f"autoaccum.{name}" for name in autoaccum._MODULES),
     "autoaccum.integrations.transformers",
     "autoaccum.integrations.lightning",
-    "autoaccum.loss.contrastive",
+    "autoaccum.step.contrastive",
 )
 """Modules that users import from, each with a page of the reference beside that of ``autoaccum`` itself."""
 

@@ -9,11 +9,10 @@ from typing import Any, Literal, Union, get_args, get_origin
 import pytest
 
 from autoaccum.cli.app import main
-from autoaccum.training.checking import check
-from autoaccum.training.estimating import estimate
-from autoaccum.training.fitting import fit
-from autoaccum.training.probing import probe
-from autoaccum.training.trainer import Trainer
+from autoaccum.training.check import check
+from autoaccum.training.estimate import estimate
+from autoaccum.training.fit import fit
+from autoaccum.training.probe import probe
 from tests.cli.conftest import QUIET
 
 
@@ -35,7 +34,7 @@ def scalar_parameters(function: Callable[..., Any]) -> dict[str, inspect.Paramet
 
 @pytest.mark.parametrize(
     ("command", "function", "fewest"),
-    [("fit", Trainer, 18), ("probe", probe, 6), ("check", check, 2), ("estimate", estimate, 7)],
+    [("fit", fit, 18), ("probe", probe, 6), ("check", check, 2), ("estimate", estimate, 7)],
 )
 def test_every_scalar_parameter_is_an_option_with_its_default_and_its_docstring(
     command: str, function: Callable[..., Any], fewest: int, capsys: pytest.CaptureFixture[str]
@@ -49,7 +48,7 @@ def test_every_scalar_parameter_is_an_option_with_its_default_and_its_docstring(
         flag = name.replace("_", "-")
         assert flag in options
         text = f"{options[flag]} {options.get(f'no-{flag}', '')}"  # it stands behind the one or the other, or both
-        documented = re.search(rf"^ +{name}: (.*)$", (fit if function is Trainer else function).__doc__ or "", re.M)
+        documented = re.search(rf"^ +{name}: (.*)$", function.__doc__ or "", re.M)
         assert documented is not None
         assert documented[1] in text
         if parameter.default not in (None, parameter.empty):

@@ -1,4 +1,4 @@
-"""Arrays become tensors that share their memory where they can, and are refused by name where there are none."""
+"""Arrays become tensors that share their memory where they can, or PyTorch says that there are none."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ import pytest
 import torch
 
 from autoaccum.data.arrays import as_tensor, converted, is_plain
-from autoaccum.errors import DataError
 
 NUMBERS = np.arange(6, dtype=np.float32).reshape(3, 2)
 
@@ -43,19 +42,10 @@ def test_texts_are_a_list(array: Any) -> None:
     assert as_tensor(array) == ["a", "b"]
 
 
-@pytest.mark.parametrize(
-    ("array", "cure"),
-    [
-        (np.array([None, 1], dtype=object), r"array\.astype\(np\.float32\), or to a list"),
-        (np.zeros(2, "u2"), r"array\.astype\(np\.int64\)\.$"),
-        (np.zeros(2, "M8[s]"), "such as seconds"),
-        (np.zeros(2, [("a", "f4")]), "Pass its fields"),
-        (np.zeros(2, np.longdouble), r"np\.float64"),
-    ],
-)
-def test_what_there_is_no_tensor_of(array: Any, cure: str) -> None:
-    with pytest.raises(DataError, match=rf"data: the array \['x'\] is of type .*{cure}"):
-        as_tensor(array, "['x']")
+@pytest.mark.parametrize("array", [np.array([None, 1]), np.zeros(2, "M8[s]"), np.zeros(2, [("a", "f4")])])
+def test_of_what_there_is_no_tensor_pytorch_says_so(array: Any) -> None:
+    with pytest.raises(TypeError, match="can't convert np.ndarray of type"):
+        as_tensor(array)
 
 
 def test_a_batch_keeps_its_form_and_what_is_no_array() -> None:

@@ -10,7 +10,7 @@ from torch import nn, ones, tensor
 from torch.nn.functional import cross_entropy
 
 import autoaccum
-from autoaccum.data.lists import Reading, notice, read, refuse_sample
+from autoaccum.data.lists import Reading, notice, read_list, refuse_sample
 from autoaccum.errors import AmbiguousBatchError, DataError
 from tests.models import classes, mlp
 
@@ -52,7 +52,7 @@ SAMPLES, NEW, BATCHES = Reading(True), Reading(True, is_new=True), Reading(False
     ],
 )
 def test_what_the_entries_are(data: list[Any], expected: Reading) -> None:
-    assert read(data) == expected
+    assert read_list(data) == expected
 
 
 def test_images_may_be_either() -> None:
@@ -60,18 +60,18 @@ def test_images_may_be_either() -> None:
         with pytest.raises(
             AmbiguousBatchError, match=r"data: .*5 samples.*batch of 15.*DataLoader\(data\) if"
         ) as caught:
-            read(data)
+            read_list(data)
         assert (caught.value.samples, caught.value.rows) == (5, 15)
-    assert read([ones(16, 4, 4)] * 5) == BATCHES
+    assert read_list([ones(16, 4, 4)] * 5) == BATCHES
 
 
 def test_inputs_and_targets_are_a_tuple() -> None:
     with pytest.raises(DataError, match=r"^data: .*Pass them as a tuple: tuple\(data\)\.$"):
-        read([ones(6, 2), ones(6)])
-    assert read([ones(6, 2), ones(5, 2)]) == BATCHES
+        read_list([ones(6, 2), ones(6)])
+    assert read_list([ones(6, 2), ones(5, 2)]) == BATCHES
     for data in ([ones(6, 2), ones(6, 2)], [ones(6, 2), ones(6, 1)]):
         with pytest.raises(DataError, match=r"as a DataLoader yields inputs and targets.* Pass tuple\(data\) if"):
-            read(data)
+            read_list(data)
 
 
 def test_vectors_of_other_lengths_are_samples_of_a_zip() -> None:
@@ -84,7 +84,7 @@ def test_vectors_of_other_lengths_are_samples_of_a_zip() -> None:
 def test_one_odd_entry_is_seen_wherever_it_is() -> None:
     data: list[Any] = [(ones(8, 2), ones(8))] * 64
     data[63] = (ones(8, 2), 1)
-    assert read(data) == NEW
+    assert read_list(data) == NEW
 
 
 def test_the_notice_has_the_cure() -> None:

@@ -1,8 +1,7 @@
-"""Orders of epochs: a function of (seed, epoch), listed where they are short, and worked out where they are long."""
+"""Orders of epochs: a function of (seed, epoch); a sampler's draws are listed where they are few."""
 
 from __future__ import annotations
 
-import math
 import random
 import tracemalloc
 from collections.abc import Iterator
@@ -14,7 +13,7 @@ import torch
 from torch.utils.data import BatchSampler, DataLoader, Dataset, RandomSampler, TensorDataset, WeightedRandomSampler
 
 from autoaccum.data import orders
-from autoaccum.data.orders import LARGEST_LISTED, Draws, InTurn, Order, Permutation, Unlisted
+from autoaccum.data.orders import Draws, Order
 from autoaccum.data.randomness import mix
 from autoaccum.data.sources import open_source
 from autoaccum.errors import DataError
@@ -82,12 +81,6 @@ class TestListed:
         found = Order(1000, seed=seed, shuffle=True)(2)
         assert isinstance(found, torch.Tensor)
         assert torch.equal(found, expected)
-        assert Order(1000, seed=seed, shuffle=True).description() == {}
-
-    def test_the_longest_that_is_listed(self) -> None:
-        assert isinstance(Order(LARGEST_LISTED, seed=0)(0), torch.Tensor)
-        assert isinstance(Order(LARGEST_LISTED + 1, seed=0)(0), InTurn)
-        assert isinstance(Order(LARGEST_LISTED + 1, seed=0, shuffle=True)(0), Permutation)
 
     def test_a_samplers_draws_are_all_that_it_yields_under_one_seed(self) -> None:
         for sampler in (RandomSampler(range(50), replacement=True, num_samples=300), Global(300)):
@@ -173,67 +166,13 @@ class TestDraws:
         assert len(read(many, 50, 2)) == 100
 
 
-class TestPermutation:
-    @pytest.mark.parametrize("size", [1, 2, 3, 5, 16, 17, 97, 1000, 4096, 10_007])
-    def test_each_position_has_an_index_of_its_own(self, size: int) -> None:
-        for seed in range(5):
-            assert sorted(Permutation(size, seed).at(range(size))) == list(range(size))
-
-    def test_any_positions_in_any_order(self) -> None:
-        order = Permutation(10**12, 3)
-        positions = [10**12 - 1, 0, 5 * 10**11, 7]
-        assert order.at(positions) == [order.at([position])[0] for position in positions]
-        assert order[5:9].tolist() == order.at(range(5, 9))
-        assert all(0 <= index < 10**12 for index in order.at(positions))
-
-    def test_seeds_have_orders_of_their_own(self) -> None:
-        drawn = [tuple(Permutation(HUGE, seed).at(range(1000))) for seed in range(4)]
-        for one, other in ((drawn[0], drawn[1]), (drawn[2], drawn[3])):
-            assert sum(a == b for a, b in zip(one, other, strict=True)) <= 2
-
-    @pytest.mark.parametrize("size", [HUGE, 2**40 + 1])
-    def test_it_looks_random(self, size: int) -> None:
-        """Each statistic lies within five standard deviations of what a random order has."""
-        count, cells = 50_000, 64
-        order = np.array(Permutation(size, 11).at(range(count)), dtype=np.float64) / size
-        # Where the indices of a stretch lie: over the whole data alike, and in each of its parts.
-        for part in (order, order[:2000], order[-2000:]):
-            found = np.histogram(part, cells, (0, 1))[0]
-            chi = ((found - len(part) / cells) ** 2).sum() / (len(part) / cells)
-            assert abs(chi - (cells - 1)) < 5 * math.sqrt(2 * (cells - 1))
-        # Pairs at some distances: where one lies says nothing of where the other does.
-        for lag in (1, 2, 3, 64, 5477, 5478):  # the last two are the halves of 3 * 10**7
-            pairs = np.histogram2d(order[:-lag], order[lag:], 8, ((0, 1), (0, 1)))[0]
-            chi = ((pairs - pairs.sum() / 64) ** 2).sum() / (pairs.sum() / 64)
-            assert abs(chi - 63) < 5 * math.sqrt(2 * 63)
-            correlation = float(np.corrcoef(order[:-lag], order[lag:])[0, 1])
-            assert abs(correlation) < 5 / math.sqrt(count)
-        # How often it rises: half the time, with a variance of a twelfth per pair.
-        assert abs(int((np.diff(order) > 0).sum()) - count / 2) < 5 * math.sqrt(count / 12)
-
-    def test_how_often_an_index_stays_where_it_is(self) -> None:
-        """Once in an order, on average, whatever its size: as a Poisson number."""
-        stayed = [sum(a == b for a, b in enumerate(Permutation(100, seed).at(range(100)))) for seed in range(1000)]
-        assert abs(np.mean(stayed) - 1) < 5 / math.sqrt(1000)
-        assert abs(np.var(stayed) - 1) < 0.3
-
-    def test_a_run_of_an_earlier_version_cannot_go_on_in_it(self) -> None:
-        """Which would see samples twice; it is told so by a difference in the description of its data."""
-        assert Order(HUGE, seed=0, shuffle=True).description() == {"order": "worked out by position"}
-        assert Order(HUGE, seed=0).description() == {}
-        assert Order(HUGE, seed=0, sampler=range(HUGE)).description() == {}
-
-
 HUGE_DATA = {
-    "shuffled": lambda: {"data": Numbers(HUGE), "shuffle": True},
     "in turn": lambda: {"data": Numbers(10**12)},
-    "loader": lambda: {"data": DataLoader(Numbers(HUGE), batch_size=5, shuffle=True)},
     "draws": lambda: {
         "data": DataLoader(
             Numbers(100), batch_size=5, sampler=RandomSampler(Numbers(100), replacement=True, num_samples=10**10)
         )
     },
-    "tensors": lambda: {"data": (torch.empty(1, dtype=torch.int8).expand(HUGE),), "shuffle": True},
 }
 
 
@@ -255,7 +194,7 @@ def test_huge_data_take_no_more_memory_than_a_window(kind: str) -> None:
     assert source.num_samples is not None
     assert source.num_samples >= HUGE
     order: Any = source._order(0)  # type: ignore[attr-defined]
-    assert isinstance(order, Unlisted)  # what torch would have taken is not traced
+    assert isinstance(order, range | Draws)  # what torch would have taken is not traced
 
 
 def test_the_sampler_of_a_batch_sampler_is_the_one_that_draws() -> None:

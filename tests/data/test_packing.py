@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from autoaccum.data.packing import pack, unpack
+from autoaccum.data.workers import pack, unpack
 
 
 def test_everything_comes_back() -> None:

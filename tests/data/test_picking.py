@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from autoaccum.data.sources import open_source
-from autoaccum.training.accumulator import _Batch
+from autoaccum.training.setup import GivenBatch
 from tests.data.test_grouped import Texts, pad
 from tests.data.test_sources import CPU, Numbers, every_kind, leaves, read_window, source_of
 
@@ -75,7 +75,7 @@ def test_texts_that_are_grouped_by_their_length_are_padded_to_the_longest_of_the
 @pytest.mark.parametrize("positions", [[0], [4, 1], [2, 2, 2]])
 def test_of_a_batch_of_ones_own(positions: list[int]) -> None:
     inputs = torch.arange(10.0).reshape(5, 2)
-    window = _Batch({"x": inputs, "scale": 3, "names": list("abcde")}, 5, CPU)
+    window = GivenBatch({"x": inputs, "scale": 3, "names": list("abcde")}, 5, CPU)
     picked = window.samples(positions)
     assert torch.equal(picked["x"], inputs[positions])
     assert picked["scale"] == 3

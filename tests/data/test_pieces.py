@@ -168,12 +168,28 @@ def forked() -> float:
         return float(torch.rand(()))
 
 
-@pytest.mark.parametrize("look", [by_initial_seed, forked])
-def test_what_looks_at_a_state_and_leaves_it_sees_the_same_in_every_micro_batch(look: Callable[[], float]) -> None:
+def by_numpys_state() -> float:
+    return np.random.RandomState(np.random.get_state()[1][:4]).rand()  # type: ignore[index]
+
+
+def forked_of_python() -> float:
+    state = random.getstate()
+    number = random.random()
+    random.setstate(state)
+    return number
+
+
+@pytest.mark.parametrize(
+    ("look", "num_workers"), [(by_initial_seed, 0), (forked, 0), (by_numpys_state, 2), (forked_of_python, 2)]
+)
+def test_what_looks_at_a_state_and_leaves_it_sees_the_same_in_every_micro_batch(
+    look: Callable[[], float], num_workers: int
+) -> None:
     found = []
     for sizes in ([16], [5, 4, 7], [1] * 16):
         torch.manual_seed(len(sizes))
-        source = open_source(DrawsLate(look, first=0), seed=0, shuffle=False, device=CPU)
+        data = DrawsLate(look, first=0)
+        source = open_source(data, seed=0, shuffle=False, device=CPU, num_workers=num_workers)
         readers = [source.read(epoch, lambda position, sizes=sizes: sizes) for epoch in range(2)]
         windows = [reader.window(size) for reader in readers for size in sizes]
         found.append([window.micro_batch(0, window.num_samples).tolist() for window in windows if window is not None])

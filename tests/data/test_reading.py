@@ -10,7 +10,7 @@ import torch
 from torch import ones
 from torch.utils.data import default_collate
 
-from autoaccum.data.reading import columns, holds_samples, unpacked_levels
+from autoaccum.data.lists import columns, holds_samples, unpacked_levels
 from autoaccum.data.splits import Automatic, samples, tensors
 from autoaccum.errors import AmbiguousBatchError, DataError, RaggedBatchError
 

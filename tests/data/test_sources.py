@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -76,7 +76,16 @@ KINDS: dict[str, Callable[[], dict[str, Any]]] = {
     "loader of a stream, workers": lambda: {"data": DataLoader(Stream(), batch_size=4, num_workers=1)},
     "batches": lambda: {"data": Batches()},
 }
-every_kind = pytest.mark.parametrize("kind", list(KINDS))
+_SLOW = ("dataset, workers, nothing kept", "dataset, collate_fn, workers", "loader of a stream, workers")
+"""Begin processes, as others do that are here."""
+
+
+def kinds(names: Iterable[str]) -> pytest.MarkDecorator:
+    found = [pytest.param(name, marks=pytest.mark.slow) if name in _SLOW else name for name in names]
+    return pytest.mark.parametrize("kind", found)
+
+
+every_kind = kinds(KINDS)
 SHUFFLED = [kind for kind in KINDS if "stream" not in kind and kind != "batches"]
 
 
@@ -162,7 +171,7 @@ def test_reading_leaves_the_random_states_alone(kind: str) -> None:
     assert before[1:] == after[1:]
 
 
-@pytest.mark.parametrize("kind", SHUFFLED)
+@kinds(SHUFFLED)
 def test_order_is_a_function_of_seed_and_epoch(kind: str) -> None:
     def order(seed: int, epoch: int) -> list[int]:
         return [index for window in read(source_of(kind, seed), epoch, 8, 3) for index, _ in window]
@@ -472,4 +481,5 @@ class TestDescription:
         assert self.of(DataLoader(Stream(), batch_size=4)) == self.of(Stream())
         assert self.of(Stream(), num_workers=2) == {"samples": None, "stream": "Stream", "workers": 2}
         assert self.of(DataLoader(Stream(), batch_size=4, num_workers=2)) == self.of(Stream(), num_workers=2)
-        assert self.of([tensors()]) == {"samples": None, "stream": "list"}
+        batches = self.of([tensors()])
+        assert batches == {"samples": None, "stream": "list", "digest": batches["digest"]}

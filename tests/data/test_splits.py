@@ -81,10 +81,6 @@ class TestWhatIsPassed:
 
     def test_they_are_named_in_errors(self) -> None:
         assert repr(splits.samples) == "autoaccum.splits.samples"
-        with pytest.raises(ArgumentError, match=r"split=autoaccum\.splits\.packed: expected a batch that holds"):
-            splits.packed.count(ROWS)
-        with pytest.raises(ArgumentError, match="a list of graphs"):
-            splits.graphs.count([1, 2])
 
 
 class TestCounts:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import queue
 import random
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -183,13 +185,14 @@ REFUSED: dict[str, Callable[[], Any]] = {
 }  # fmt: skip
 
 
-def train(directory: Path, data: Any, steps: int) -> list[list[float]]:
-    """Return the first numbers of the samples of each step."""
+def train(directory: Path, data: Any, steps: int, called: Callable[[], None] = lambda: None) -> list[list[float]]:
+    """Return the first numbers of the samples of each step, in which a function is called."""
     torch.manual_seed(0)
     found: list[list[float]] = []
 
     def step(model: Any, batch: torch.Tensor) -> torch.Tensor:
         found.append(batch[:, 0].tolist())
+        called()
         return (model(batch / 50) ** 2).mean()  # type: ignore[no-any-return]
 
     autoaccum.fit(
@@ -212,9 +215,8 @@ def test_a_run_goes_on_in_the_order_that_it_had(name: str, tmp_path: Path) -> No
     make = Batched if name == "state, batches" else GOES_ON[name]
     whole = train(tmp_path / "whole", make(), 11)
     assert [sorted(int(one) for part in whole[at : at + 4] for one in part) for at in (0, 4)] == [list(range(N))] * 2
-    # A worker draws by a copy of a generator, which does not come back.
-    assert (whole[:4] != whole[4:8]) == (name != "loader of a stream, worker")
-    for stop in (2, 4, 7, 8):
+    assert whole[:4] != whole[4:8]
+    for stop in (4, 7):  # at the end of an epoch, and in the midst of one
         first = train(tmp_path / str(stop), make(), stop)
         data = make()
         assert first + train(tmp_path / str(stop), data, 11) == whole
@@ -230,6 +232,78 @@ def test_other_samples_are_refused(name: str, stop: int, tmp_path: Path) -> None
     train(tmp_path, REFUSED[name](), stop)
     with pytest.raises(DataError, match=r"epoch 1 differ from those .* set_epoch\(epoch\), or state_dict\(\)"):
         train(tmp_path, REFUSED[name](), 11)
+
+
+class Threaded:
+    """Draws in a thread that reads ahead: an order before its first batch, another one behind the last, as samplers do.
+
+    It begins to iterate in order to tell its state, and whoever iterates again ends the thread before.
+    """
+
+    def __init__(self) -> None:
+        self.generator = generator()
+        self.start, self.begun, self.thread = 0, None, None  # type: ignore[var-annotated]
+
+    def _begin(self) -> Iterator[torch.Tensor]:
+        if self.thread is not None:
+            self.asked.set()
+            self.end()
+        self.asked, self.late, ahead = threading.Event(), threading.Event(), queue.Queue[Any]()
+        self.place, self.start = self.start, 0
+
+        def read(asked: threading.Event, late: threading.Event, place: int) -> None:
+            asked.wait()
+            order = torch.randperm(N, generator=self.generator)
+            for at in range(place, N, 12):
+                ahead.put(ROWS[order[at : at + 12]])
+            late.wait()
+            torch.randperm(N, generator=self.generator)
+            ahead.put(None)
+
+        self.thread = threading.Thread(target=read, args=(self.asked, self.late, self.place), daemon=True)
+        self.thread.start()
+        return self._batches(ahead)
+
+    def _batches(self, ahead: Any) -> Iterator[torch.Tensor]:
+        self.asked.set()
+        while self.place < N:
+            batch = ahead.get()
+            self.place += 12
+            yield batch
+        self.end()
+
+    def end(self) -> None:
+        """Let it draw what is left."""
+        self.late.set()
+        self.thread.join()
+
+    def __iter__(self) -> Iterator[torch.Tensor]:
+        found, self.begun = self.begun or self._begin(), None
+        return found
+
+    def state_dict(self) -> dict[str, int]:
+        if self.thread is None:
+            self.begun = self._begin()
+        return {"place": self.place}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.start, self.begun = state["place"], None
+
+
+@pytest.mark.parametrize("is_late", [False, True])
+def test_a_thread_may_draw_whenever_it_runs(is_late: bool, tmp_path: Path) -> None:
+    """Its generator is the run's own only while something is read, and begins each epoch by the seed."""
+
+    def run(name: str, steps: int) -> list[list[float]]:
+        data = Threaded()
+        return train(tmp_path / name, data, steps, data.end if is_late else lambda: None)
+
+    whole = run("whole", 11)
+    assert [sorted(int(one) for part in whole[at : at + 4] for one in part) for at in (0, 4)] == [list(range(N))] * 2
+    assert whole[:4] != whole[4:8]
+    assert whole == train(tmp_path / "other", Threaded(), 11)
+    for stop in (4, 7):  # at the end of an epoch, and in the midst of one
+        assert run(str(stop), stop) + run(str(stop), 11) == whole
 
 
 def test_what_a_state_leaves_out_is_read_again(tmp_path: Path) -> None:

@@ -17,7 +17,7 @@ from torch.utils.data import BatchSampler, DataLoader, IterableDataset, Sequenti
 from autoaccum import errors
 from autoaccum.events import Notice
 from autoaccum.integrations.lightning import AutoAccum
-from autoaccum.integrations.lightning_data import remade
+from autoaccum.integrations.lightning_checks import remade
 from tests.integrations.lightning_runs import QUIET, Classifier, Watch, data_of, module_of, run, trainer_of
 
 pytestmark = [pytest.mark.integrations, *QUIET]

@@ -72,7 +72,7 @@ class TestOutOfMemory:
         assert {name: float(value) for name, value in trainer.callback_metrics.items()} == pytest.approx(
             {name: float(value) for name, value in expected.callback_metrics.items()}, rel=1e-10
         )
-        assert [len(rows) for rows in module.kept] == [25, 25, 10] * 2
+        torch.testing.assert_close(torch.cat(module.kept), torch.cat(whole.kept), rtol=1e-12, atol=1e-14)
         assert callback.micro_batches == (12,)
         assert watch.losses == stock.losses
         for (rows, outputs), (stock_rows, others) in zip(module.ended, whole.ended, strict=True):

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from autoaccum.errors import AutoaccumWarning
-from autoaccum.integrations.short_epochs import ShortEpochs
+from autoaccum.integrations.evaluation_sizes import ShortEpochs
 
 
 def test_they_are_told_once_and_kept_for_who_asks_later() -> None:

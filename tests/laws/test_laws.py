@@ -109,13 +109,13 @@ def clean(plans: tuple[tuple[int, ...], ...], device: str | None = DEVICE) -> li
     return _clean[plans, device]
 
 
-def check_replays(device: str | None, stride: int = 1, thin: int = 1) -> tuple[int, int]:
+def check_replays(device: str | None, stride: int = 1) -> tuple[int, int]:
     """An OOM at operations of a run in turn: (replayed, inside the optimizer's step)."""
     counting = trainer(6, device)
     with Operations() as operations:
         counting.fit()
     replayed, in_step = 0, 0
-    for operation in operations.every(stride)[::thin]:
+    for operation in operations.every(stride):
         running = trainer(6, device)
         with oom_at(operation):
             try:

@@ -6,7 +6,6 @@ import os
 import signal
 import subprocess
 import sys
-import threading
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +15,7 @@ from torch.nn.functional import cross_entropy
 
 import autoaccum
 from autoaccum.events import Resumed
-from autoaccum.runs import tensor_files
+from autoaccum.runs import checkpoint
 from autoaccum.runs.checkpoint import STATE, WEIGHTS, Checkpoints
 from tests.models import classes, mlp, noisy, relative_error, same, state_of
 
@@ -45,30 +44,25 @@ def left_by(result: autoaccum.FitResult) -> list[torch.Tensor]:
 
 
 PLACES = ("weights", "state", "rename")
-"""Where the checkpoint of step 4 is held up: before each of its files, and before it gets its name."""
+"""Where the process is killed: before each file of the checkpoint of step 4, and before that gets its name."""
 
 
 def killed(run_dir: Path, place: str) -> None:
-    """Train until step 5 was taken while the checkpoint of step 4 is being written, and kill this process then."""
-    is_over = threading.Event()  # which never comes
-    write, put = tensor_files.write, Checkpoints._put
+    """Train, and kill this process while the checkpoint of step 4 is being written."""
+    write, put = checkpoint.write_durably, Checkpoints._put
 
-    def held_up(path: Path, tensors: Any) -> Any:
+    def written(path: Path, save: Any) -> Any:
         if "step-00000004" in str(path) and path.name == {"weights": WEIGHTS, "state": STATE}.get(place):
-            is_over.wait()
-        return write(path, tensors)
+            os.kill(os.getpid(), signal.SIGKILL)
+        return write(path, save)
 
-    def held_up_at_its_name(self: Checkpoints, partial: Path, path: Path) -> None:
+    def named(self: Checkpoints, partial: Path, path: Path) -> None:
         if place == "rename" and path.name == "step-00000004":
-            is_over.wait()
+            os.kill(os.getpid(), signal.SIGKILL)
         put(self, partial, path)
 
-    def kill(record: Any) -> None:
-        if isinstance(record, autoaccum.StepReport) and record.step == 5:
-            os.kill(os.getpid(), signal.SIGKILL)
-
-    tensor_files.write, Checkpoints._put = held_up, held_up_at_its_name  # type: ignore[method-assign]
-    fit(run_dir, callbacks=[kill])
+    checkpoint.write_durably, Checkpoints._put = written, named  # type: ignore[method-assign]
+    fit(run_dir)
 
 
 @pytest.mark.parametrize("place", PLACES)

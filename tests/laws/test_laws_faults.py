@@ -178,7 +178,7 @@ class Sweep:
         with Operations() as operations:
             counting.fit()
         self.operations = len(operations.names)
-        for operation in operations.every(self.stride, self.offset):
+        for operation in operations.of_each_kind(self.stride, self.offset):
             self.tried += 1
             self.fault(micro_batch, operation)
 
@@ -202,7 +202,7 @@ class Sweep:
         reports = [record for record in records if isinstance(record, StepReport)]
         assert reports == list(result.history)
         assert [report.effective_batch for report in reports] == self.windows
-        # Outside of windows, where a snapshot is taken, and in a step that had written nothing, the same is done again.
+        # Outside of windows, where a snapshot is taken, the same is done again.
         failed = [record for record in records if isinstance(record, OutOfMemory)]
         replays = sum(report.replays for report in reports)
         assert replays == sum(record.phase == "training" for record in failed)
@@ -351,7 +351,7 @@ class TestLossScale:
 
 
 class TestOptimizer:
-    """Its step cannot be rolled back: an OOM in one that has written something ends the run, any other is replayed."""
+    """Its step cannot be rolled back: an OOM in one ends the run, any other is replayed."""
 
     @every_optimizer
     @pytest.mark.parametrize("at", [1, 2])
@@ -363,30 +363,16 @@ class TestOptimizer:
         assert clean.happened == [*window * 3, "Finished"]
         assert clean.counter.operations > 0
         print(f"{clean.counter.operations} operations in step {at}")
-        ended: list[int] = []
-        tried_again: list[int] = []
         for operation in range(1, clean.counter.operations + 1):
             run = FaultyStep(make, at, operation)
-            try:
-                result = run.fit()
-            except OptimizerOutOfMemoryError as error:
-                ended.append(operation)
-                caught = error
-            else:  # nothing had been written yet
-                tried_again.append(operation)
-                assert same(state_of(result), expected), f"operation {operation} left a mark"
-                assert [name for name in run.happened if name not in ("OutOfMemory", "step")] == [
-                    name for name in clean.happened if name != "step"
-                ]
-                continue
-            assert caught.step == at
+            with pytest.raises(OptimizerOutOfMemoryError) as caught:
+                run.fit()
+            assert caught.value.step == at
             assert run.happened == (window * at)[:-1], f"the run went on after operation {operation}"
             assert len(run.trainer.history) == at - 1
             assert run.schedule.last_epoch == at - 1
         beyond = FaultyStep(make, at, clean.counter.operations + 1)
         assert same(state_of(beyond.fit()), expected), "so the sweep was of the whole step"
-        assert ended, "something is written in each step"
-        assert not tried_again or max(tried_again) < min(ended), "once written, written"
 
     @strides(5)
     def test_state_that_is_made_in_the_first_step_is_there_after_a_replay(self, stride: int) -> None:
@@ -576,7 +562,7 @@ class TestMovingLimit:
         check()
         print(f"{len(replays)} histories, {sum(replays)} replays, in {sum(map(bool, replays))} of them")
         assert len(replays) >= examples
-        assert sum(map(bool, replays)) > examples / 4
+        assert sum(map(bool, replays)) > examples / 8
 
 
 class Remembers(nn.Module):

@@ -590,6 +590,137 @@ def a_teacher_in_dict_moves() -> Case:
     return Case(model, step, left=lambda: float(sum(p.sum() for p in teacher.parameters())))
 
 
+class Gated(nn.Module):
+    """A model that centres its outputs over the batch as far as a gate is open, which at first it is not."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.body = mlp()
+        self.gate: Any = torch.zeros(4)
+        if kind != "an attribute":
+            del self.gate
+        if kind == "a buffer":
+            self.register_buffer("gate", torch.zeros(4))
+        elif kind != "an attribute":
+            self.gate = nn.Parameter(torch.zeros(() if kind == "a number" else 4), requires_grad=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        outputs: torch.Tensor = self.body(x)
+        return outputs - self.gate * outputs.mean(0)
+
+
+def gated(kind: str) -> Case:
+    model = Gated(kind)
+
+    def between(number: int) -> None:
+        if number == 3 and kind == "a parameter that learns":
+            model.gate.requires_grad_()
+        elif number == 3:
+            model.gate.fill_(0.5)
+
+    return Case(model, lambda model, batch: contrast(model(batch[0])), between)
+
+
+GATES = ("an attribute", "a buffer", "a frozen parameter", "a number", "a parameter that learns")
+CASES |= {f"a gate opens that is {kind}": partial(gated, kind) for kind in GATES}
+
+
+class Normalizing(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+        return gradient / gradient.norm()
+
+
+class Head(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        found: torch.Tensor = self.linear(Normalizing.apply(x))  # type: ignore[no-untyped-call]
+        return found
+
+
+@case
+def an_input_needs_a_gradient_later() -> Case:
+    model = nn.ModuleDict({"body": mlp().requires_grad_(False), "head": Head()})
+
+    def between(number: int) -> None:
+        model["body"].requires_grad_(number > 2)
+
+    return Case(model, lambda model, batch: contrast(model["head"](model["body"](batch[0]))), between)
+
+
+@case
+def a_flag_of_an_argument_that_is_called() -> Case:
+    class Function:
+        is_on = False
+
+        def __init__(self) -> None:
+            self.is_on = False
+
+        def __call__(self, outputs: torch.Tensor) -> torch.Tensor:
+            return centred(outputs) if self.is_on else outputs
+
+    function = Function()
+    between = partial(setattr, function, "is_on")
+    step: Any = lambda model, batch: contrast(model(batch[0], function))  # noqa: E731
+    return Case(Applying(), step, lambda number: between(number > 2))
+
+
+class Cache:
+    def __init__(self, outputs: torch.Tensor) -> None:
+        self.outputs = outputs.detach()
+
+
+class Caching(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = mlp()
+
+    def forward(self, x: torch.Tensor) -> Any:
+        outputs = self.body(x)
+        return outputs, Cache(outputs)
+
+
+def catching(model: Any, call: Callable[[Any, Any, bool], torch.Tensor], *, is_raised: bool = False) -> Case:
+    """A step that goes on, or raises an error of its own, where a call fails; later ones are called otherwise."""
+    number = {"is": 0}
+
+    def step(model: Any, batch: Any) -> torch.Tensor:
+        try:
+            return contrast(call(model, batch[0], number["is"] > 2))
+        except Exception as error:
+            if is_raised:
+                raise RuntimeError("a call has failed") from error
+            return contrast(model.body(batch[0]))
+
+    return Case(model, step, lambda now: number.update({"is": now}))
+
+
+@case
+def a_step_that_catches_what_an_unknown_call_raises() -> Case:
+    return catching(Centring(), lambda model, x, is_late: model(x, float(is_late)))
+
+
+@case
+def a_step_that_raises_its_own_error_for_an_unknown_call() -> Case:
+    return catching(Centring(), lambda model, x, is_late: model(x, float(is_late)), is_raised=True)
+
+
+@case
+def a_step_that_catches_what_an_output_raises() -> Case:
+    def call(model: Any, x: torch.Tensor, is_late: bool) -> torch.Tensor:
+        outputs, cache = model(x)
+        return outputs * (1 + cache.outputs.std(0)) if is_late else outputs
+
+    return catching(Caching(), call)
+
+
 @pytest.fixture(autouse=True)
 def _in_64_bits() -> Iterator[None]:
     torch.set_default_dtype(torch.float64)

@@ -207,7 +207,7 @@ def test_a_run_that_goes_on_ends_as_if_it_had_never_stopped(loss: Loss, tmp_path
 
 
 @pytest.mark.parametrize("loss", [weighted, hinge], ids=lambda loss: loss.__name__)
-@strides(131)
+@strides(293)
 def test_an_oom_at_every_operation_leaves_no_mark(loss: Loss, stride: int) -> None:
     with Operations() as operations:
         trainer(loss, 3, steps=2).fit()

@@ -17,15 +17,15 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn import functional as F
 
 import autoaccum
+from autoaccum.distributed.group import join
 from autoaccum.errors import ArgumentError, NothingFitsError
 from autoaccum.events import MemorySaving, Recomputed, Validated
-from autoaccum.ranks.group import join
 from autoaccum.testing import simulated_memory
 from tests.devices import DEVICE, there
+from tests.distributed.launching import launch
 from tests.models import same, state_of
 from tests.processes import in_turn
-from tests.ranks.launching import launch
-from tests.window.test_saving import UNLIMITED, Stack, data, fit, of, sgd
+from tests.step.test_memory_saving import UNLIMITED, Stack, data, fit, of, sgd
 
 ROOT = Path(__file__).parents[2]
 WORDS = 64
@@ -200,7 +200,11 @@ def fits(extra):
 
 # What an allocator takes besides tensors differs from machine to machine: the limit is the first that is too low.
 # And somewhat below that, for at the very edge a second run may find what the first one lacked.
-extra = next(extra for extra in range(2 * most, 0, -step) if not fits(extra)) - step // 2
+low, extra = 0, 2 * most
+while extra - low > step:
+    middle = (low + extra) // 2
+    low, extra = (low, middle) if fits(middle) else (middle, extra)
+extra = low - step // 2
 print("fits" if fits(extra) else "does not fit")
 found = train(name, LARGE, windows=2)
 resource.setrlimit(resource.RLIMIT_DATA, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
@@ -218,7 +222,7 @@ def needed(name: str, size: int, **options: Any) -> int:
 
 @in_turn
 @pytest.mark.skipif(sys.platform != "linux", reason="needs /proc and RLIMIT_DATA")
-@pytest.mark.parametrize("name", ["conv net", "GPT"])
+@pytest.mark.parametrize("name", ["conv net", pytest.param("GPT", marks=pytest.mark.slow)])
 def test_below_an_allocator_that_really_fails(name: str) -> None:
     least, most = needed(name, LARGE, memory_saving="checkpoint"), needed(name, LARGE, memory_saving="off")
     assert most - least > 30 * 2**20, "else the limit means little"
@@ -277,6 +281,7 @@ class TestBeside:
             {"micro_batch": 3},
             {"effective_batch": 8, "micro_batch": [(3, 1, 4)] * 4},
             {"optimizer": lambda params: torch.optim.AdamW(params, lr=0.01)},
+            pytest.param({"verify": True}, marks=pytest.mark.measured),
         ],
         ids=lambda options: next(iter(options)),
     )

@@ -75,7 +75,7 @@ def served() -> list[list[int]]:
     return [seen[:12], seen[12:]]
 
 
-@strides(97)
+@strides(397)
 def test_an_oom_at_every_operation_gives_each_samples_outputs_once(stride: int) -> None:
     with Operations() as operations:
         trainer(6).fit()

@@ -17,15 +17,15 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.data import Dataset, IterableDataset
 
 import autoaccum
+from autoaccum.distributed import gradients
 from autoaccum.errors import AutoaccumError
 from autoaccum.events import OutOfMemory, Replanned, Shared, StepReport, Validated
-from autoaccum.ranks import channel, summing
+from autoaccum.step.across_ranks import SharedTransaction
+from autoaccum.step.step import Step
 from autoaccum.testing import simulated_memory
-from autoaccum.window.joining import SharedTransaction
-from autoaccum.window.step import Step
+from tests.distributed.launching import check_ends, launch
 from tests.faults import launches, oom_in_window, sizes, strides
 from tests.processes import in_turn
-from tests.ranks.launching import check_ends, launch
 
 pytestmark = in_turn
 SAMPLES, WINDOW = 101, 23
@@ -345,11 +345,11 @@ def at_every_operation_with(
     # For good: the process ends with the test. Without, gradients are added up after the last backward.
     SharedTransaction._comes_once = overlaps
     if in_place:  # as large ones are, by gloo, the largest in several parts, and small ones in buckets
-        summing._BUCKET_BYTES, summing._LOT_BYTES, channel._GATHERED = 400, 1, 0
+        gradients._BUCKET_BYTES, gradients._LOT_BYTES = 400, 1
     return at_every_operation(of_rank, stride, first)
 
 
-@strides(37)
+@strides(89)
 @pytest.mark.parametrize("of_rank", [0, 1])
 @pytest.mark.parametrize("in_place", [True, False])
 @pytest.mark.parametrize("overlaps", [True, False])
@@ -362,7 +362,7 @@ def test_an_oom_at_every_operation_of_a_rank_hangs_nobody(
             assert max(off) < 1e-12
 
 
-@strides(13)
+@strides(53)
 @pytest.mark.parametrize("of_rank", [0, 1])
 def test_what_is_agreed_on_in_the_first_window_holds_on_a_rank_that_has_run_out_after_it(
     of_rank: int, stride: int

@@ -24,10 +24,10 @@ from autoaccum import Accumulator
 from autoaccum.errors import ArgumentError, AutoaccumError, RankError
 from autoaccum.events import Verified
 from autoaccum.testing import oom_at, simulated_memory
+from tests.distributed.launching import TIMEOUT, check_ends, launch
 from tests.faults import strides
 from tests.laws.test_laws_ranks import Moving, Texts, data, fit, masked, net, padded, penalised, rank, tokens
 from tests.processes import in_turn
-from tests.ranks.launching import TIMEOUT, check_ends, launch
 
 pytestmark = in_turn
 BATCHES = ((11, 4, 9), (5, 0, 18), (1, 7, 7), (8, 8, 7), (0, 3, 2), (6, 6, 6))
@@ -245,7 +245,7 @@ def at_every_operation(of_rank: int, stride: int) -> tuple[int, list[float]]:
         operation += stride
 
 
-@strides(29)
+@strides(71)
 @pytest.mark.parametrize("of_rank", [0, 1])
 def test_an_oom_at_every_operation_of_a_rank_hangs_nobody(of_rank: int, stride: int) -> None:
     for operations, off in launch(at_every_operation, 2, of_rank, stride):

@@ -13,13 +13,13 @@ from torch.nn.functional import cross_entropy
 
 from autoaccum import Accumulator
 from autoaccum.errors import ArgumentError, ResumeError
+from autoaccum.step.across_ranks import SharedTransaction
 from autoaccum.testing import oom_at
-from autoaccum.window.joining import SharedTransaction
+from tests.distributed.launching import launch
 from tests.faults import sizes, strides
 from tests.laws.test_laws_ranks import Trained, at_every_operation, fit, net, rank, refused
 from tests.laws.test_laws_ranks_accumulator import batch_of, given, weights_of
 from tests.processes import in_turn
-from tests.ranks.launching import launch
 
 pytestmark = in_turn
 ROUNDED = 2**-7
@@ -67,7 +67,7 @@ def with_faults(of_rank: int, stride: int) -> tuple[int, list[float]]:
     return at_every_operation(of_rank, stride, **COMPRESSED)
 
 
-@strides(23)
+@strides(71)
 def test_an_oom_at_every_operation_of_a_rank_is_drained_in_as_many_bits(stride: int) -> None:
     for operations, offs in launch(with_faults, 2, 1, stride):
         assert operations > 90

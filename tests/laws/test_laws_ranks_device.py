@@ -10,13 +10,13 @@ from torch.nn.functional import cross_entropy
 
 from autoaccum import Accumulator
 from autoaccum.events import OutOfMemory
-from autoaccum.window.step import Step
+from autoaccum.step.step import Step
 from tests import standin
+from tests.distributed.launching import launch
 from tests.faults import strides
 from tests.laws.test_laws_ranks import RUNS, Moving, Trained, data, fit, net, rank
 from tests.laws.test_laws_ranks_accumulator import batch_of, given, weights_of
 from tests.processes import in_turn
-from tests.ranks.launching import launch
 
 pytestmark = [
     in_turn,

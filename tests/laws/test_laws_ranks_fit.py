@@ -12,13 +12,13 @@ from torch import nn
 from torch.nn.functional import cross_entropy
 
 from autoaccum.events import StepReport, StepSkipped, Validated
+from autoaccum.step.step import Step
 from autoaccum.testing import oom_at
 from autoaccum.training.trainer import Trainer
-from autoaccum.window.step import Step
+from tests.distributed.launching import launch
 from tests.faults import sizes
 from tests.laws.test_laws_ranks import data, net, rank
 from tests.processes import in_turn
-from tests.ranks.launching import launch
 
 pytestmark = in_turn
 

@@ -14,10 +14,10 @@ from torch.nn import functional as F
 import autoaccum
 from autoaccum.events import Joined, Notice
 from autoaccum.testing import simulated_memory
+from tests.distributed.launching import Ended, launch
 from tests.faults import launches, oom_in_window, strides
 from tests.laws.test_laws_joined import SCENARIOS, Recorder, contrast, coupled, data, noisy_model, plain_data
 from tests.processes import in_turn
-from tests.ranks.launching import Ended, launch
 
 pytestmark = [in_turn, pytest.mark.measured]
 
@@ -154,7 +154,7 @@ def at_every_operation(of_rank: int, first: int, stride: int) -> tuple[int, list
     return operation, found
 
 
-@strides(17)
+@strides(53)
 def test_an_oom_at_every_operation_of_a_rank_hangs_nobody_and_leaves_no_mark(stride: int) -> None:
     for first, every in launches(stride):
         for of_first, of_second in launch(by_turns, 2, first, every):
@@ -307,3 +307,26 @@ def test_a_loss_that_is_not_counted_on_one_rank_has_all_of_them_join() -> None:
         assert found.losses == pytest.approx(alone.losses, rel=1e-12)
         for one, other in zip(found.state, alone.state, strict=True):
             torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-14)
+
+
+def asked_by_one() -> Left:
+    torch.set_default_dtype(torch.float64)
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(5, 6), nn.GELU(), nn.Linear(6, 4))
+
+    def step(model: nn.Module, batch: Any) -> torch.Tensor:
+        loss = contrast(model(batch[0]))
+        if torch.distributed.is_initialized() and rank() == 1:
+            torch.autograd.grad(loss, list(model.parameters()), retain_graph=True)
+        return loss
+
+    return fit(model, plain_data(8), training_step=step, effective_batch=8, accumulate="joined", verify=False)
+
+
+def test_what_one_rank_refuses_when_others_have_run_the_window_is_opened_on_all() -> None:
+    first, second = launch(asked_by_one, 2)
+    (one,) = launch(asked_by_one, 1)
+    assert first.losses == second.losses == pytest.approx(one.losses, rel=1e-12)
+    assert all(map(torch.equal, first.state, second.state))
+    for found, expected in zip(first.state, one.state, strict=True):
+        torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-12)

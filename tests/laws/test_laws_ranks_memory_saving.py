@@ -14,11 +14,11 @@ from torch.nn import functional as F
 import autoaccum
 from autoaccum.events import MemorySaving, Notice, OutOfMemory, Recomputed, Shared, StepReport
 from autoaccum.testing import simulated_memory
+from tests.distributed.launching import launch
 from tests.faults import launches, oom_in_window, strides
 from tests.laws.test_laws_ranks import _told, rank
 from tests.processes import in_turn
-from tests.ranks.launching import launch
-from tests.window.test_saving import UNLIMITED, WIDTH, Block, Stack, data, sgd
+from tests.step.test_memory_saving import UNLIMITED, WIDTH, Block, Stack, data, sgd
 
 pytestmark = in_turn
 
@@ -218,7 +218,7 @@ def at_every_operation(of_rank: int, window: int, stride: int, first: int) -> tu
         operation += stride
 
 
-@strides(61)
+@strides(131)
 @pytest.mark.parametrize("window", [1, 3])  # compared, and not
 def test_memory_that_runs_out_anywhere_leaves_the_same_bits(window: int, stride: int) -> None:
     for first, by in launches(stride):

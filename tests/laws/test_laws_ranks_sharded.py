@@ -17,15 +17,15 @@ from torch import nn
 from torch.nn.functional import cross_entropy
 
 import autoaccum
+from autoaccum.distributed.group import join
 from autoaccum.errors import AutoaccumError
 from autoaccum.events import Notice, StepReport
-from autoaccum.ranks.group import join
-from autoaccum.runs import checkpoint, parts
+from autoaccum.runs import checkpoint, parted
 from autoaccum.runs.checkpoint import Checkpoints
+from tests.distributed.launching import Ended, launch
+from tests.distributed.test_fsdp import Block, data, net, rank, shard
 from tests.processes import in_turn
-from tests.ranks.launching import Ended, launch
-from tests.ranks.test_sharded import Block, data, net, rank, shard
-from tests.window.test_sharding import Trained, outcome_of
+from tests.step.test_sharding import Trained, outcome_of
 
 pytestmark = in_turn
 STEPS = 6
@@ -89,7 +89,7 @@ def _meet(function: Any) -> None:
 def _spoilt(folder: Path) -> None:
     """Copy a run, and change a byte of the second rank's weights in its newest checkpoint."""
     shutil.copytree(folder / "a", folder / "torn")
-    path = folder / "torn" / "checkpoints" / "step-00000003" / parts.file_of(parts.MODEL, 1)
+    path = folder / "torn" / "checkpoints" / "step-00000003" / parted.file_of(1)
     content = bytearray(path.read_bytes())
     content[-3] ^= 1
     path.write_bytes(content)
@@ -107,12 +107,12 @@ def test_a_run_goes_on_from_its_checkpoint(tmp_path: Path) -> None:
     for name in ("again", "torn"):
         assert torch.equal(first[name], first["dropout"]), f"{name}: to the bit"
     assert any("was changed after it was written" in cause for cause in first["causes"])
-    # The last two, and nothing that was not ended; with no pickle among them.
+    # The last two, and nothing that was not ended.
     there = tmp_path / "a" / "checkpoints"
     assert [one.step for one in checkpoint.every(there)[0]] == [6, 4]
     assert {path.name for path in there.iterdir()} == {".lock", "step-00000004", "step-00000006"}
     names = {path.suffix for path in (there / "step-00000006").rglob("*") if path.is_file()}
-    assert names == {".safetensors", ".json"}
+    assert names == {".pt", ".json"}
     for weights in launch(weights_of, 3, tmp_path / "b"):
         torch.testing.assert_close(weights, first["whole"], rtol=1e-10, atol=1e-12)
 
@@ -132,19 +132,19 @@ def test_a_run_goes_on_on_any_number_of_ranks(sizes: tuple[int, ...], tmp_path: 
 def test_copies_of_a_sharded_model_go_on_from_their_checkpoint(tmp_path: Path) -> None:
     whole = launch(weights_of, 4, None, {"copies": 2})[0]
     launch(weights_of, 4, tmp_path, {"copies": 2, "until": 3})
-    written = sorted((tmp_path / "checkpoints" / "step-00000003" / "model").iterdir())
-    assert [path.name[:11] for path in written] == ["shard-00001", "shard-00002"]
+    written = sorted((tmp_path / "checkpoints" / "step-00000003").glob("shard-*"))
+    assert [path.stem for path in written] == ["shard-00001", "shard-00002"]
     for weights in launch(weights_of, 4, tmp_path, {"copies": 2}):
         assert torch.equal(weights, whole)
 
 
 def failing(folder: Path, how: str) -> tuple[str, str]:
     """Train to a checkpoint that a rank fails to write, or dies in; return the error."""
-    write, put, count = parts.write, Checkpoints._put, 0
+    write, put, count = parted.write, Checkpoints._put, 0
 
     def spoilt(path: Path, *rest: Any) -> Any:
         nonlocal count
-        count += rank() == 1 and path.parent.name == parts.MODEL
+        count += rank() == 1
         if count == 3 and how == "second is killed":
             path.write_bytes(b"half")
             os.kill(os.getpid(), signal.SIGKILL)
@@ -157,7 +157,7 @@ def failing(folder: Path, how: str) -> tuple[str, str]:
             os.kill(os.getpid(), signal.SIGKILL)
         put(self, partial, path)
 
-    parts.write = spoilt
+    parted.write = spoilt
     if how == "first is killed":
         Checkpoints._put = killed  # type: ignore[method-assign]
     try:

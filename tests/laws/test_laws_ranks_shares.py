@@ -10,10 +10,10 @@ from torch import nn
 from torch.nn.functional import cross_entropy
 from torch.utils.data import Dataset
 
+from tests.distributed.launching import launch
 from tests.faults import sizes
 from tests.laws.test_laws_ranks import Trained, data, fit
 from tests.processes import in_turn
-from tests.ranks.launching import launch
 
 pytestmark = in_turn
 

@@ -9,10 +9,10 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
+from tests.distributed.launching import launch
 from tests.faults import sizes, strides
 from tests.laws.test_laws_ranks import Trained, at_every_operation, fit
 from tests.processes import in_turn
-from tests.ranks.launching import launch
 
 pytestmark = in_turn
 

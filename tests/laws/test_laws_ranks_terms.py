@@ -8,10 +8,10 @@ import pytest
 import torch
 from torch.nn.functional import cross_entropy, mse_loss
 
+from tests.distributed.launching import launch
 from tests.faults import sizes, strides
 from tests.laws.test_laws_ranks import Trained, at_every_operation, fit, net
 from tests.processes import in_turn
-from tests.ranks.launching import launch
 
 pytestmark = in_turn
 SAMPLES, WINDOW, EPOCHS = 101, 23, 6

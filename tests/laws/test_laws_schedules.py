@@ -24,7 +24,7 @@ batches = st.integers(1, 40) | st.sampled_from([2, 3, 5, 7, 11, 13, 17, 19, 23, 
 
 @st.composite
 def texts(draw: st.DrawFn) -> str:
-    kind = draw(st.sampled_from(["constant", "milestones", "linear", "geometric", "double"]))
+    kind = draw(st.sampled_from(["constant", "milestones", "linear", "geometric"]))
     suffix, most = draw(st.sampled_from([("", 12), ("s", 150), ("e", 3)]))
     first, second = draw(batches), draw(batches)
     if kind == "constant":
@@ -33,8 +33,6 @@ def texts(draw: st.DrawFn) -> str:
         points = sorted(draw(st.sets(st.integers(1, most), min_size=1, max_size=4)))
         return ", ".join([str(first), *(f"{point}{suffix}:{draw(batches)}" for point in points)])
     over = draw(st.integers(1, most))
-    if kind == "double":
-        return f"double {min(first, second)}:{max(first, second)} every {over}{suffix}"
     return f"{kind} {first}:{second} over {over}{suffix}"
 
 

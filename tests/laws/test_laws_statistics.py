@@ -66,3 +66,40 @@ def test_a_statistic_of_the_batch_is_that_of_the_full_batch(step: Step, micro_ba
     assert relative_error(gradient(model), expected) < 1e-10
     assert len(accumulator.micro_batches) > 1
     assert any(isinstance(event, Joined) for event in accumulator.events)
+
+
+class Recording(nn.Module):
+    """A layer whose running mean, count and list no gradient depends on: they are read in eval mode alone."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("mean", torch.zeros(8, dtype=torch.float64))
+        self.register_buffer("calls", torch.zeros((), dtype=torch.int64))
+        self.largest: list[float] = []
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.training:
+            with torch.no_grad():
+                self.mean.lerp_(x.mean(0), 0.1)
+                self.calls.add_(1)
+            self.largest.append(x.detach().max().item())
+        return x
+
+
+@pytest.mark.measured
+def test_state_that_forwards_write_is_that_of_training_without_splits() -> None:
+    def trained(micro_batch: int) -> tuple[torch.Tensor, int, list[float]]:
+        model = nn.Sequential(recording := Recording(), mlp(torch.float64))
+        accumulator = autoaccum.Accumulator(
+            model,
+            torch.optim.SGD(model.parameters(), lr=0.1),
+            training_step=lambda model, batch: each(model, batch).mean(),
+            micro_batch=micro_batch,
+        )
+        for _ in range(3):
+            accumulator.step(data())
+        return recording.mean, int(recording.calls), recording.largest
+
+    (mean, calls, largest), expected = trained(3), trained(SAMPLES)
+    torch.testing.assert_close(mean, expected[0], rtol=1e-12, atol=1e-12)
+    assert (calls, largest) == expected[1:]

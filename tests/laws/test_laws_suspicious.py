@@ -147,6 +147,7 @@ NOTHING_SHOWS = ("a loop over samples-1", "a loop of cross entropies-1", "hinge-
 
 
 @pytest.mark.weighted
+@pytest.mark.every(3)
 @PLANS
 @pytest.mark.parametrize("name", MISREAD)
 def test_it_is_exact_or_announced(name: str, micro_batch: Any) -> None:
@@ -163,6 +164,7 @@ SAME_AS_COUNTS = {
 
 
 @pytest.mark.weighted
+@pytest.mark.every(3)
 @pytest.mark.parametrize("micro_batch", [2, 3, 4, 6])
 @pytest.mark.parametrize("name", MISREAD)
 def test_it_is_exact_or_announced_in_equal_micro_batches_too(name: str, micro_batch: int) -> None:
@@ -256,6 +258,7 @@ COMMON: dict[str, Loss] = {
 }
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize("micro_batch", [3, 4, 6, [(5, 4, 3)], "auto"], ids=str)
 @pytest.mark.parametrize("name", COMMON)
 def test_common_losses_are_exact_and_not_announced(name: str, micro_batch: Any) -> None:

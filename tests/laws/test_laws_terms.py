@@ -378,12 +378,9 @@ class TestReduction:
             run(running, batch_of(0), [5, 5, 2])
         assert [event.passed for event in told if isinstance(event, Verified)] == [False]
 
-    @pytest.mark.parametrize(
-        ("reduction", "said"),
-        [("average", "average"), ({"words": "mean", "label": "sum"}, "Leave it out"), ({}, "out")],
-    )
-    def test_is_one_of_two(self, reduction: Any, said: str) -> None:
-        with pytest.raises(ArgumentError, match=said):
+    @pytest.mark.parametrize("reduction", ["average", {"words": "mean", "label": "sum"}, {}])
+    def test_is_one_of_two(self, reduction: Any) -> None:
+        with pytest.raises(ArgumentError, match="reduction=.*expected one of 'mean', 'sum'"):
             accumulator(heads(), by_names, [], reduction=reduction)
 
 
@@ -418,15 +415,15 @@ def trainer(step: Step, micro_batch: Any, **options: Any) -> autoaccum.Trainer:
     return autoaccum.Trainer(noisy_heads(), DATA, training_step=step, micro_batch=micro_batch, **(given | options))
 
 
-@strides(67)
+@strides(13)
 def test_an_oom_at_every_operation_leaves_no_mark(stride: int) -> None:
-    step = two_losses
+    step, verify = two_losses, stride == 1  # measured windows are most of the operations
     with Operations() as operations:
-        trainer(step, 6).fit()
+        trainer(step, 6, verify=verify).fit()
     clean: dict[Any, Any] = {}
     replayed = 0
     for operation in operations.every(stride, 7):
-        running = trainer(step, 6)
+        running = trainer(step, 6, verify=verify)
         with oom_at(operation):
             try:
                 result = running.fit()
@@ -436,12 +433,12 @@ def test_an_oom_at_every_operation_leaves_no_mark(stride: int) -> None:
         assert len([event for event in result.events if isinstance(event, OutOfMemory)]) <= 1
         plans = tuple(report.micro_batches for report in result.history)
         if plans not in clean:
-            without = trainer(step, plans).fit()
+            without = trainer(step, plans, verify=verify).fit()
             clean[plans] = [report.loss for report in without.history], state_of(without)
         losses, state = clean[plans]
         assert [report.loss for report in result.history] == losses, f"operation {operation}"
         assert same(state_of(result), state), f"operation {operation} left a mark"
-    assert replayed * stride > 150
+    assert replayed * stride > 250
 
 
 @pytest.mark.device

@@ -12,7 +12,6 @@ import pytest
 import torch
 from torch import nn
 from torch.nn.functional import cross_entropy
-from torch.nn.parameter import is_lazy
 from torch.nn.utils import parametrizations
 
 import autoaccum
@@ -25,8 +24,6 @@ from tests.models import classes, same
 def value_of(entry: Any) -> Any:
     """What an attribute is and holds: a tensor's values, anything else's identity, and so through containers."""
     if isinstance(entry, torch.Tensor):
-        if is_lazy(entry):
-            return id(entry), type(entry), entry.requires_grad, tuple(entry.size())
         gradient = None if not entry.is_leaf or entry.grad is None else (id(entry.grad), entry.grad.tolist())
         return id(entry), type(entry), entry.requires_grad, entry.is_leaf, entry.tolist(), gradient
     if isinstance(entry, dict):
@@ -117,19 +114,6 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
     "spectral norm, the old": lambda: nn.Sequential(nn.utils.spectral_norm(nn.Linear(8, 3)), nn.Linear(3, 3)),
     "weight norm": lambda: nn.Sequential(parametrizations.weight_norm(nn.Linear(8, 3))),
     "weight norm, the old": lambda: nn.Sequential(nn.utils.weight_norm(nn.Linear(8, 3)), nn.Linear(3, 3)),
-    "lazy": lambda: nn.Sequential(
-        nn.LazyLinear(6), nn.LazyBatchNorm1d(), nn.Dropout(0.5), nn.LazyLinear(4, bias=False), nn.Linear(4, 3)
-    ),
-    "lazy convolution": lambda: nn.Sequential(
-        nn.Unflatten(1, (2, 4)), nn.LazyConv1d(3, 3), nn.LazyBatchNorm1d(), nn.Flatten(), nn.LazyLinear(3)
-    ),
-    "lazy convolution in 2D": lambda: nn.Sequential(
-        nn.Unflatten(1, (2, 2, 2)),
-        nn.LazyConv2d(4, (1, 2)),
-        nn.LazyInstanceNorm2d(affine=True),
-        nn.Flatten(),
-        nn.ReLU(),
-    ),
     "counters": Counting,
     "hooks": with_hooks,
     "tied": Tied,
@@ -137,7 +121,6 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
 every_model = pytest.mark.parametrize("name", MODELS)
 pytestmark = [
     pytest.mark.filterwarnings("ignore:.*weight_norm.* is deprecated:FutureWarning"),
-    pytest.mark.filterwarnings("ignore:Lazy modules are a new feature:UserWarning"),
 ]
 
 
@@ -194,8 +177,6 @@ class TestModels:
 
     @every_model
     def test_training_goes_on_as_if_nothing_had_been(self, name: str) -> None:
-        """Lazy layers too: they begin with what they would have begun with."""
-
         def train(probing: bool) -> list[torch.Tensor]:
             model = make(name)
             torch.manual_seed(5)
@@ -215,7 +196,7 @@ class TestModels:
         assert same(train(False), train(True))
 
     def test_hooks_are_called_and_their_handles_still_remove_them(self) -> None:
-        model = nn.Sequential(nn.LazyLinear(4), nn.Linear(4, 3))
+        model = nn.Sequential(nn.Linear(8, 4), nn.Linear(4, 3))
         calls: list[str] = []
         handles = [
             model[0].register_forward_pre_hook(lambda *_: calls.append("first")),
@@ -225,7 +206,6 @@ class TestModels:
         calls.clear()
         model(classes(2)[0])
         assert calls == ["first", "second"]
-        assert type(model[0]) is nn.Linear
         for handle in handles:
             handle.remove()
         model(classes(2)[0])
@@ -246,18 +226,10 @@ class TestOptimizers:
         assert optimizer.state[model.first.weight]["momentum_buffer"] is momentum
         assert len(optimizer.state) == 5
 
-    @pytest.mark.parametrize("fused", [False, True])
-    def test_one_over_layers_that_are_not_built(self, fused: bool) -> None:
-        model = make("lazy")
-        optimizer = torch.optim.AdamW(model.parameters(), fused=fused)
-        before = everything(model, optimizer)
-        probe(model, optimizer=optimizer)
-        assert everything(model, optimizer) == before
-
-    def test_its_state_is_counted_for_lazy_layers_too(self) -> None:
+    def test_its_state_is_counted(self) -> None:
         def found(make: Any) -> int:
             torch.manual_seed(0)
-            model = nn.Sequential(nn.LazyLinear(1000), nn.ReLU(), nn.LazyLinear(3))
+            model = nn.Sequential(nn.Linear(8, 1000), nn.ReLU(), nn.Linear(1000, 3))
             data = classes(5000)
             with simulated_memory("3MiB"):
                 report = autoaccum.probe(model, data, loss_fn=cross_entropy, optimizer=make, device=DEVICE)

@@ -11,7 +11,6 @@ import pytest
 import torch
 
 from autoaccum.memory.cpu import CpuMemory
-from autoaccum.testing import manual_clock
 from tests.processes import in_turn
 
 MIB = 2**20
@@ -213,17 +212,6 @@ def test_the_tightest_constraint_wins(host: Host) -> None:
 def test_the_limit_is_never_below_what_is_used(host: Host) -> None:
     host.write("", memory__max=100 * MIB, memory__current=130 * MIB)
     assert host.memory.limit() == 100 * MIB
-
-
-def test_strain_is_told_as_the_host_s(host: Host) -> None:
-    host.set_groups("0::/job")
-    host.write("job", memory__max="max", memory__pressure="some avg10=0.00 avg60=0.00 avg300=0.00 total=0")
-    with manual_clock() as clock:
-        assert host.memory.strained() is None
-        clock.advance(2.0)
-        waited = 500_000
-        host.write("job", memory__pressure=f"some avg10=0.00 avg60=0.00 avg300=0.00 total={waited}")
-        assert host.memory.strained() == "processes of this control group waited for memory 25% of the time"
 
 
 class TestPeak:

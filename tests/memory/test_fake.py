@@ -78,6 +78,27 @@ class TestCount:
         assert torch.equal(before, torch.get_rng_state())
 
 
+class TestGroupedMatrices:
+    @pytest.mark.parametrize("ndims", [(2, 3), (3, 2), (2, 2), (3, 3)], ids=str)
+    def test_products_in_float32_have_the_shape_of_real_ones(self, ndims: tuple[int, int]) -> None:
+        """PyTorch's own fake takes 16 bits alone; so does torch.compile, and mixtures of experts could not be estimated."""
+        first, second = torch.randn(*(2,) * (ndims[0] - 2), 8, 16), torch.randn(*(2,) * (ndims[1] - 2), 16, 8)
+        ends = {(2, 3): 8, (3, 2): 8, (2, 2): 16}.get(ndims)
+        offs = None if ends is None else torch.tensor([4, ends], dtype=torch.int32)
+        real = torch._grouped_mm(first, second, offs=offs)
+        fakes, memory = Fakes(), FakeMemory()
+        a, b = fakes.of(first.requires_grad_()), fakes.of(second.requires_grad_())
+        with fakes.within(), memory:
+            product = torch._grouped_mm(a, b, offs=None if offs is None else fakes.of(offs))
+            held = memory.used
+            product.sum().backward()
+        assert (product.shape, product.dtype) == (real.shape, real.dtype)
+        assert held >= sum(each.nbytes for each in (first, second, real))
+        assert a.grad is not None
+        assert b.grad is not None
+        assert (a.grad.shape, b.grad.shape) == (first.shape, second.shape)
+
+
 class TestValues:
     def test_are_asked_for_by_an_operation_with_a_name(self) -> None:
         with Fakes().within(), FakeMemory(), pytest.raises(Exception) as caught:  # noqa: PT011
@@ -87,6 +108,15 @@ class TestValues:
             torch.zeros(3).sum().item()
         assert "aten._local_scalar_dense" in (asked_for(caught.value) or "")
         assert asked_for(RuntimeError("mat1 and mat2 shapes cannot be multiplied")) is None
+
+    @pytest.mark.parametrize("dtype", [torch.int64, torch.float64, torch.float32])
+    def test_are_not_read_off_a_real_tensor_that_operations_would_have_changed(self, dtype: torch.dtype) -> None:
+        overlooked = torch.tensor(1, dtype=dtype)
+        with Fakes().within(), FakeMemory():
+            overlooked.detach().copy_(torch.zeros(3, dtype=dtype).sum())
+            with pytest.raises(Exception, match="_local_scalar_dense") as caught:
+                overlooked.item()
+        assert asked_for(caught.value) == "aten._local_scalar_dense.default"
 
     @pytest.mark.parametrize("dtype", [torch.bool, torch.int64, torch.float32, torch.complex64])
     def test_are_1_where_that_is_said(self, dtype: torch.dtype) -> None:

@@ -9,10 +9,16 @@ import torch
 
 from autoaccum.errors import ArgumentError, ArgumentTypeError
 from autoaccum.memory.devices import memory_of
-from autoaccum.memory.limit import Limit, memory_limit_bytes
+from autoaccum.memory.limit import Limit, MemoryLimit, asked_limit
 from autoaccum.testing import simulated_memory
 
 GIB = 2**30
+
+
+def memory_limit_bytes(value: MemoryLimit, available_bytes: int) -> int:
+    """A limit in bytes, which is at most what is available."""
+    asked_bytes = asked_limit(value, available_bytes, lambda: available_bytes)()
+    return available_bytes if asked_bytes is None else min(asked_bytes, available_bytes)
 
 
 class TestMemoryLimit:

@@ -4,12 +4,9 @@ from pathlib import Path
 
 import pytest
 
-from autoaccum.memory.procfs import number, read, stalled_us
+from autoaccum.memory.procfs import number, read
 
 STAT = b"anon 1\nkernel_file 9\nfile 2\ntotal_inactive_file 5\ninactive_file 3\nactive_file 4\n"
-PRESSURE = (
-    b"some avg10=1.50 avg60=0.30 avg300=0.00 total=1234567\nfull avg10=1.00 avg60=0.20 avg300=0.00 total=234567\n"
-)
 
 
 def test_a_file_is_read_whole_and_a_missing_one_is_empty(tmp_path: Path) -> None:
@@ -33,8 +30,3 @@ def test_a_number_that_is_missing_is_none() -> None:
     assert number(STAT, "inactive") is None
     assert number(b"", "anon") is None
     assert number(b"Swap: none\n", "Swap") is None
-
-
-def test_the_time_in_which_some_task_waited() -> None:
-    assert stalled_us(PRESSURE) == 1234567
-    assert stalled_us(b"") is None

@@ -50,7 +50,6 @@ class Training:
         smallest: int = 1,
         floor: int = 1,
         few_sizes: bool = False,
-        is_enforced: bool = False,
     ) -> None:
         """Begin; the limit is looked at before every so many windows, or never at 0."""
         self.device = device
@@ -65,7 +64,6 @@ class Training:
             smallest=smallest,
             floor=floor,
             few_sizes=few_sizes,
-            is_enforced=is_enforced,
         )
         self.ooms: list[int] = []
         """Windows that ran out of memory, once for each time."""

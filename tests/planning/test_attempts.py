@@ -57,9 +57,8 @@ class TestColdReadings:
         attempt, sizes = tuner.window(64), []
         for piece in attempt:
             sizes.append(piece.size)
-            is_cold = piece.is_trial and len(sizes) == 2
-            reading = Reading(piece if piece.is_trial else None, 10 * piece.size, 1.0)
-            attempt.fitted(self.cold(piece) if is_cold else reading)
+            if piece.is_trial:
+                attempt.fitted(self.cold(piece) if len(sizes) == 2 else Reading(piece, 10 * piece.size, 1.0))
         assert sizes == [16, 16, 16, 16]
         assert [(trial.micro_batch, trial.seconds) for trial in tuner.history] == [(16, 1.0)]
 

@@ -12,7 +12,6 @@ from autoaccum.errors import ArgumentError, ArgumentTypeError, ConflictingArgume
 from autoaccum.planning.budget import Budget
 from autoaccum.schedules import (
     Constant,
-    Doubling,
     Function,
     Geometric,
     Linear,
@@ -36,9 +35,6 @@ schedules: st.SearchStrategy[Schedule] = st.one_of(
         batches,
         st.dictionaries(st.integers(1, 30), batches, min_size=1).map(lambda found: dict(sorted(found.items()))),
         units,
-    ),
-    st.builds(
-        lambda a, b, every, by: Doubling(min(a, b), max(a, b), every, by), batches, batches, st.integers(1, 9), units
     ),
     st.builds(
         lambda a, b: Function(lambda p: 1 + (a * p.step + b * p.epoch + (p.effective_batch or 7)) % 13),
@@ -127,7 +123,7 @@ def test_totals_of_20_samples_in_windows_of_8(budget: Budget, drop_last: bool, e
         (Milestones(4, {5: 8}, by="samples"), [4, 4, 8, 4, 8, 8, 4]),
         (Milestones(4, {1: 8}, by="epochs"), [4, 4, 4, 4, 4, 8, 8, 4]),
         (Linear(2, 8, over=3), [2, 4, 6, 8, 8, 8, 4]),
-        (Doubling(5, 100, every=1), [5, 5, 5, 5, 10, 10]),
+        (Milestones(5, {1: 10}, by="epochs"), [5, 5, 5, 5, 10, 10]),
     ],
 )
 def test_windows_of_two_epochs_of_20_samples(schedule: Schedule, sizes: list[int]) -> None:
@@ -153,7 +149,10 @@ def test_a_schedule_that_has_settled_is_counted_without_a_walk() -> None:
     assert totals == (142_857_142_858, 10**12)
     assert len(asked) < 10
     assert Budget(steps=10**12).totals(10**6, Milestones(64, {10: 128}), False)[0] == 10**12
-    assert Budget(epochs=10**12).totals(100, Doubling(10, 20, every=3), False) == (10 * 3 + 5 * (10**12 - 3), 10**14)
+    assert Budget(epochs=10**12).totals(100, Milestones(10, {3: 20}, by="epochs"), False) == (
+        10 * 3 + 5 * (10**12 - 3),
+        10**14,
+    )
 
 
 @pytest.mark.parametrize(

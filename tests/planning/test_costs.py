@@ -280,7 +280,7 @@ def test_the_line_is_that_of_tensors_and_goes_through_the_largest_peak() -> None
     model = fit_memory_model(trials)
     assert model is not None
     assert (model.bytes_per_sample, model.fixed_bytes) == (pytest.approx(1), pytest.approx(10 + 10))
-    assert [model.predict(size) for size in (2, 9, 18, 20, 25)] == [20, 20, 40, 40, 45]
+    assert [model.predict(size) for size in (2, 9, 18, 20, 25)] == [22, 29, 38, 40, 45]
 
 
 class TestPeaksBesideTheLine:
@@ -295,37 +295,6 @@ class TestPeaksBesideTheLine:
         assert model is not None
         return model
 
-    def test_a_size_that_was_tried_takes_what_it_took(self) -> None:
-        assert [self.model.predict(size) for size in (1024, 2048)] == [26, 50]
-
-    def test_a_smaller_one_takes_no_more_than_a_larger(self) -> None:
-        assert [self.model.predict(size) for size in (256, 512)] == [26, 26]
-
-    def test_between_two_it_rises_from_one_to_the_other(self) -> None:
-        assert self.model.predict(1536) == 38
-        assert [self.model.largest_within(limit) for limit in (26, 38, 50)] == [1024, 1536, 2048]
-
-    def test_beyond_them_an_allocator_adds_what_it_added_at_the_last(self) -> None:
-        assert self.model.predict(3072) == 58
-        assert self.model.predict(0) == 24
-        assert [self.model.largest_within(limit) for limit in (58, 24, 25)] == [3072, 0, 128]
-
-    @pytest.mark.parametrize("seed", range(20))
-    def test_the_largest_within_is_the_last_size_whose_peak_is(self, seed: int) -> None:
-        draw = random.Random(seed)
-        sizes = sorted(draw.sample(range(1, 400), draw.randint(2, 6)))
-        tensors = [(size, 50 + draw.randint(1, 5) * size) for size in sizes]
-        model = fit_memory_model([of_tensors(size, held, held + draw.randint(0, 400)) for size, held in tensors])
-        assert model is not None
-        for limit in draw.sample(range(3000), 50):
-            fits = [size for size in range(3000) if model.predict(size) <= limit]
-            assert max(0, min(model.largest_within(limit), 2999)) == max(fits, default=0)
-
-    def test_the_newest_trial_of_a_size_tells(self) -> None:
-        model = fit_memory_model([*self.trials, of_tensors(2048, 26, 40)])
-        assert model is not None
-        assert model.predict(2048) == 40
-
     def test_of_some_no_more_than_the_peak_is_known(self) -> None:
         """Such trials say nothing of tensors: the line is the same without them."""
         model = fit_memory_model([*self.trials, *trials([(4096, 70)])])
@@ -338,15 +307,6 @@ class TestPeaksBesideTheLine:
         told = [Trial(micro_batch=size, fits=True, allocated_bytes=size) for size in (1, 2)]
         assert fit_memory_model(told) is None
         assert fit_memory_model([*self.trials, *told]) == self.model
-
-    def test_one_that_moved_is_as_much_more_everywhere(self) -> None:
-        moved = self.model.moved_to(self.model.fixed_bytes + 5)
-        assert [moved.predict(size) for size in (256, 1536, 3072)] == [31, 43, 63]
-
-    def test_an_earlier_run_s_is_moved_to_the_newest_trial(self) -> None:
-        model = memory_model([of_tensors(1024, 20, 29)], self.model)
-        assert model is not None
-        assert [model.predict(size) for size in (1024, 1536)] == [29, 41]
 
 
 def test_what_came_later_is_written_only_where_it_says_something() -> None:

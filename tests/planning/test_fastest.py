@@ -92,7 +92,7 @@ def test_the_plan_that_windows_show_to_be_the_fastest_is_kept() -> None:
     assert compare(made, seconds) > 0
     assert made.weight == 8
     assert made.timing is None
-    assert not made.is_still_rising()
+    assert not made.rises
     assert made.model is not None
     assert made.model.predict(8) == 2.0
 
@@ -103,7 +103,7 @@ def test_the_largest_is_kept_where_it_is_clearly_the_fastest_and_that_is_said() 
     made.choose(is_settled=True)
     assert compare(made, lambda size: 1.0) > 0
     assert made.weight == 64
-    assert made.is_still_rising()
+    assert made.rises
 
 
 def test_the_times_of_windows_are_compared_by_their_work() -> None:

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import random
 
-from autoaccum.planning.ladder import Ladder
-from autoaccum.planning.patience import PATIENCE
+from autoaccum.planning.limits import PATIENCE, Ladder
 
 
 def looks(ladder: Ladder, limit_bytes: int, times: int) -> int:

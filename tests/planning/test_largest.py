@@ -9,8 +9,7 @@ from autoaccum.planning.costs import TimeModel, Trial
 from autoaccum.planning.cutter import Cutter
 from autoaccum.planning.fastest import Fastest
 from autoaccum.planning.largest import WORTHWHILE, Largest
-from autoaccum.planning.limits import Limits
-from autoaccum.planning.patience import PATIENCE
+from autoaccum.planning.limits import PATIENCE, Limits
 from autoaccum.planning.searching import Searching
 
 LIMIT = 1100

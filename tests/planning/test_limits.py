@@ -47,8 +47,8 @@ def test_the_least_is_remembered_under_other_limits() -> None:
 
 def test_few_samples_may_use_the_headroom_and_nothing_may_pass_the_limit() -> None:
     limits = Limits(1000, 0.1)
-    assert [limits.allows(peak, is_few=False) for peak in (900, 901)] == [True, False]
-    assert [limits.allows(peak, is_few=True) for peak in (901, 1000, 1001)] == [True, True, False]
+    assert [limits.allows(peak, is_smallest=False) for peak in (900, 901)] == [True, False]
+    assert [limits.allows(peak, is_smallest=True) for peak in (901, 1000, 1001)] == [True, True, False]
 
 
 def test_what_no_plan_lowers_moves_the_target() -> None:

@@ -18,12 +18,12 @@ import pytest
 import torch
 from torch import nn
 
-from autoaccum.loss.functions import loss_function
 from autoaccum.planning.noise import Noise, Part, Smoothed, estimate
-from autoaccum.training.accumulator import _Batch
-from autoaccum.window.step import Step
+from autoaccum.step.loss_functions import loss_function
+from autoaccum.step.step import Step
+from autoaccum.training.setup import GivenBatch
 from tests.processes import in_turn
-from tests.window.making import step_of
+from tests.step.making import step_of
 
 CPU = torch.device("cpu")
 
@@ -118,6 +118,7 @@ class TestEstimate:
         other = [(samples, 0.25 * items, square) for samples, items, square in parts]
         assert estimate(parts, 1.5) == estimate(other, 1.5)
 
+    @pytest.mark.every(2)
     @pytest.mark.parametrize("sizes", [[1] * 20, [4] * 5, [10, 10]])
     @pytest.mark.parametrize("lengths", [[0, 1, 2, 3, 4, 5], [1, 50]])
     def test_samples_of_more_items_may_be_noisier(self, sizes: list[int], lengths: list[int]) -> None:
@@ -260,7 +261,7 @@ class TestLinearModel:
 
     def of(self, made: Step, batch: Callable[[int], Any], plan: Sequence[int]) -> tuple[float, float]:
         """(squared norm of the gradient, noise scale), averaged over windows of many samples."""
-        found = [made.run(_Batch(batch(seed), sum(plan), CPU), plan)[0].noise for seed in range(300)]
+        found = [made.run(GivenBatch(batch(seed), sum(plan), CPU), plan)[0].noise for seed in range(300)]
         smoothed = Smoothed(smoothing=0.999)
         for noise in found:
             assert noise is not None
@@ -302,7 +303,7 @@ class TestLinearModel:
     def test_a_penalty_on_the_weights_is_no_noise(self) -> None:
         batch = samples(0, 32, dtype=torch.float64)
         found = [
-            linear(half_mean, torch.float64, penalty).run(_Batch(batch, 32, CPU), (3, 15, 2, 12))[0].noise
+            linear(half_mean, torch.float64, penalty).run(GivenBatch(batch, 32, CPU), (3, 15, 2, 12))[0].noise
             for penalty in (0.0, 7.3)
         ]
         assert found[0] is not None
@@ -332,7 +333,7 @@ def run_rank(rank: int, folder: Path) -> None:
     for seed in range(RANK_WINDOWS):
         inputs, targets = token_window(seed)
         here = slice(first, first + sum(plan))
-        gradient = made.run(_Batch((inputs[here], targets[here]), sum(plan), CPU), plan)[0]
+        gradient = made.run(GivenBatch((inputs[here], targets[here]), sum(plan), CPU), plan)[0]
         gathered: list[Any] = [None, None]
         torch.distributed.all_gather_object(gathered, (gradient.items, gradient.parts))
         total = sum(items for items, _ in gathered)
@@ -378,7 +379,7 @@ def test_two_ranks_find_what_one_finds(tmp_path: Path, monkeypatch: pytest.Monke
     assert first == second
     made = linear(half_mean_of_tokens, torch.float64)
     for seed in range(20):
-        noise = made.run(_Batch(token_window(seed), len(LENGTHS), CPU), RANKS[0] + RANKS[1])[0].noise
+        noise = made.run(GivenBatch(token_window(seed), len(LENGTHS), CPU), RANKS[0] + RANKS[1])[0].noise
         assert noise is not None
         assert first[seed] == pytest.approx([noise.gradient_squared, noise.gradient_variance], rel=1e-9)
     squared, variance = numpy.mean(first, axis=0)

@@ -7,7 +7,7 @@ from itertools import pairwise
 
 import pytest
 
-from autoaccum.planning.noise_windows import OFTEN, SELDOM, WORTH, is_due, worth
+from autoaccum.planning.noise import OFTEN, SELDOM, WORTH, is_due, worth
 
 
 def test_windows_are_measured_the_more_seldom_the_more_there_were() -> None:

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from autoaccum.planning.patience import LASTING, MOST_PATIENCE, PATIENCE, STRAIN_COMES_BACK, Pressure
+from autoaccum.planning.limits import LASTING, MOST_PATIENCE, PATIENCE, STRAIN_COMES_BACK, Pressure
 from tests.planning.simulation import Device, Training
 
 GIB = 10**9

@@ -16,7 +16,6 @@ from autoaccum.errors import ArgumentError, ArgumentTypeError
 from autoaccum.schedules import (
     REPORTS,
     Constant,
-    Doubling,
     Function,
     Geometric,
     Linear,
@@ -39,7 +38,6 @@ schedules: st.SearchStrategy[Schedule] = st.one_of(
     st.builds(Constant, batches),
     ramps,
     st.builds(Milestones, batches, points, units),
-    st.builds(lambda pair, every, by: Doubling(*pair, every, by), pairs, counts, units),
     st.builds(
         lambda pair, smoothing, patience: NoiseScale(pair[0] + 1, pair[1] + 1, smoothing, patience),
         pairs,
@@ -67,7 +65,6 @@ def at(by: str, count: int) -> Progress:
         (lambda by: Geometric(16, 256, 4, by), {0: 16, 1: 32, 2: 64, 3: 128, 4: 256, 5: 256}),
         (lambda by: Geometric(100, 50, 2, by), {0: 100, 1: 71, 2: 50, 3: 50}),
         (lambda by: Milestones(64, {10: 256, 20: 128}, by), {0: 64, 9: 64, 10: 256, 19: 256, 20: 128, 99: 128}),
-        (lambda by: Doubling(10, 70, 3, by), {0: 10, 2: 10, 3: 20, 6: 40, 8: 40, 9: 70, 10**30: 70}),
     ],
 )
 def test_what_it_asks_for(make: Callable[[str], Schedule], by: str, expected: dict[int, int]) -> None:
@@ -106,7 +103,6 @@ def test_settled_is_the_same_from_there_on_and_none_asks_for_more_than_the_large
         (Linear(64, 64, over=10), 0),
         (Geometric(64, 128, over=10), 10),
         (Milestones(64, {5: 1, 10: 3}), 10),
-        (Doubling(10, 70, every=3, by="steps"), 9),
         (NoiseScale(8, 8), 0),
     ],
 )
@@ -121,11 +117,10 @@ def test_the_largest() -> None:
         Linear(128, 64, 5),
         Milestones(64, {5: 9, 9: 3}),
         Milestones(64, {5: 65, 9: 3}),
-        Doubling(8, 70, 1),
         NoiseScale(8, 99),
         Function(len),
     ]
-    assert [schedule.largest for schedule in every] == [8, 128, 128, 64, 65, 70, 99, None]
+    assert [schedule.largest for schedule in every] == [8, 128, 128, 64, 65, 99, None]
 
 
 def test_a_linear_ramp_is_exact_where_floats_are_not() -> None:
@@ -180,10 +175,6 @@ def test_a_function_is_shown_by_its_name() -> None:
         (lambda: Milestones(8, {5: 8, 4: 9}), "points", "expected 4 to be more than 5. Give them in order"),
         (lambda: Milestones(8, [(5, 8), (5, 9)]), "points", "expected 5 to be more than 5"),
         (lambda: Milestones(8, {5: 8}, "s"), "by", "by='s'"),
-        (lambda: Doubling(0, 8, 1), "start", "start=0"),
-        (lambda: Doubling(8, 7, 1), "most", "most=7: expected at least start=8. Doubling only grows"),
-        (lambda: Doubling(8, 9, 0), "every", "every=0"),
-        (lambda: Doubling(8, 9, 1, "x"), "by", "by='x'"),
         (lambda: NoiseScale(1, 8), "min", "min=1: expected an int of at least 2. It takes two micro-batches"),
         (lambda: NoiseScale(8, 7), "max", "max=7: expected at least min=8"),
         (lambda: NoiseScale(8, 9, 1.0), "smoothing", "smoothing=1.0: expected a number of at least 0 and below 1"),
@@ -207,7 +198,6 @@ def test_values_that_cannot_be_used(make: Callable[[], Schedule], argument: str,
         (lambda: Milestones(8, 5), "points"),
         (lambda: Milestones(8, [5, 6]), "points"),
         (lambda: Milestones(8, {5.0: 6}), "points"),
-        (lambda: Doubling(8, "9", 1), "most"),
         (lambda: NoiseScale(8, 9, "0.5"), "smoothing"),
         (lambda: NoiseScale(True, 9), "min"),
         (lambda: Function(8), "function"),

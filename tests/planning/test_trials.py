@@ -9,7 +9,7 @@ import pytest
 from autoaccum.planning.attempts import Piece
 from autoaccum.planning.costs import Trial
 from autoaccum.planning.limits import Limits
-from autoaccum.planning.trials import Trials
+from autoaccum.planning.trials import Halving, Trials
 
 
 def peak(size: int) -> int:
@@ -107,33 +107,6 @@ def test_a_peak_past_the_limit_is_a_failure_that_was_seen_to_its_end() -> None:
     ]
 
 
-def test_few_samples_may_use_the_headroom() -> None:
-    made = Trials(Limits(1000, 0.1, is_enforced=True), smallest=2)
-    assert made.fitted(Piece(0, 2, is_trial=True), 1000)
-    assert not made.fitted(Piece(0, 8, is_trial=True), 1001)
-    assert made.fitted(Piece(0, 8, is_trial=True), 1000)
-    assert not made.fitted(Piece(0, 9, is_trial=True), 901)
-
-
-@pytest.mark.parametrize(
-    ("each", "expected"),
-    [
-        (330, 3),  # in 990 of 1000, where 2 would make half as many micro-batches again
-        (240, 4),
-        (195, 4),  # 5 would need 975, past the target of 950
-        (100, 9),  # 10 would need all of it
-    ],
-)
-def test_a_headroom_that_would_cost_a_fifth_of_the_samples_is_used(each: int, expected: int) -> None:
-    made = Trials(Limits(1000, 0.05, is_enforced=True))
-    for piece in made.until_known(64):
-        if piece.size * each > 1000:
-            made.ran_out(piece)
-        else:
-            made.fitted(piece, piece.size * each)
-    assert made.largest == expected
-
-
 def test_what_is_no_trial_is_news_only_when_it_passes_the_limit() -> None:
     made = trials(truth=20)
     assert made.fitted(Piece(0, 20), peak(20))
@@ -168,3 +141,41 @@ def test_what_was_tried_is_kept_as_plain_values() -> None:
     second.load_state_dict(json.loads(json.dumps(first.state_dict())))
     assert second.history == first.history
     assert second.largest == 5
+
+
+# Sizes that ranks agree on: training's, and half of what has failed on any of them.
+
+
+def sizes(trials: Halving, num_samples: int, ceiling: int, fails_above: int) -> list[int]:
+    """Return the sizes of a window's pieces that went well, where memory does for so many samples."""
+    found = []
+    for piece in trials.window(num_samples, ceiling):
+        assert not piece.is_trial
+        if piece.size > fails_above:
+            trials.ran_out(piece)
+        else:
+            trials.fitted(piece, None)
+            found.append(piece.size)
+    return found
+
+
+def test_training_s_sizes_are_taken_and_halved_where_they_fail() -> None:
+    trials = Halving(Limits(100, headroom=0.0))
+    assert sizes(trials, 20, 8, 8) == [8, 8, 4]
+    assert sizes(trials, 20, 8, 5) == [4] * 5
+    assert sizes(trials, 9, 8, 1) == [1] * 9
+    assert trials.size(8) == 1
+
+
+def test_no_size_is_below_the_smallest() -> None:
+    trials = Halving(Limits(100, headroom=0.0), smallest=2)
+    trials.ran_out(Piece(0, 4, is_trial=False))
+    assert trials.size(8) == 2
+    assert sizes(trials, 5, 8, 8) == [2, 3]
+
+
+def test_what_failed_is_kept() -> None:
+    trials, again = Halving(Limits(100, headroom=0.0)), Halving(Limits(100, headroom=0.0))
+    trials.ran_out(Piece(0, 8, is_trial=False))
+    again.load_state_dict(trials.state_dict())
+    assert again.size(8) == trials.size(8) == 4

@@ -15,11 +15,11 @@ from autoaccum.errors import NothingFitsError
 from autoaccum.planning.attempts import Piece, Reading
 from autoaccum.planning.costs import Trial
 from autoaccum.planning.cuts import cut
-from autoaccum.planning.errors_alone import MOST_ERRORS
 from autoaccum.planning.fastest import UNTIMED
-from autoaccum.planning.patience import PATIENCE
+from autoaccum.planning.limits import PATIENCE
+from autoaccum.planning.search import MOST_ERRORS
 from autoaccum.planning.timing import Timing
-from autoaccum.planning.tuner import SURPRISES, Tuner
+from autoaccum.planning.tuner import Tuner
 from tests.planning.simulation import Device, Training
 
 FIXED, PER_SAMPLE = 1000, 7
@@ -103,62 +103,6 @@ def test_headroom_is_left_free() -> None:
         device.run(tuner, 100_000)
     assert linear(tuner.largest) <= 0.9 * device.limit_bytes < linear(int(tuner.largest * 1.03))
     assert device.ooms == 0
-
-
-@pytest.mark.parametrize(("truth", "expected"), [(1, 1), (2, 2), (3, 3), (4, 4), (5, 4), (6, 5), (40, 30)])
-def test_few_samples_may_use_the_headroom(truth: int, expected: int) -> None:
-    """One sample more saves a fifth of the micro-batches, which is worth an error."""
-    device = Device(10 * truth + 5, peak=lambda size, length: 10 * size + 5)
-    training = Training(device, 120, is_enforced=True)
-    training.until_settled()
-    assert max(training.run(20)) == expected
-    assert len(training.ooms) <= 1
-    elsewhere = Training(device, 120)
-    elsewhere.until_settled()
-    below = max(1, int((0.95 * (10 * truth + 5) - 5) / 10))
-    assert max(elsewhere.run(20)) == max(cut(120, below)), "where nobody else keeps the limit it stays free"
-
-
-def test_few_samples_give_way_only_where_they_do_not_fit() -> None:
-    training = Training(Device(35, peak=lambda size, length: 10 * size + 5), 12, is_enforced=True)
-    training.until_settled()
-    assert max(training.run()) == 3
-    training.device.limit_bytes = 34
-    assert max(training.run()) == 2
-    assert (training.shrank, training.ooms) == ([training.windows - 1], training.ooms)
-    training.device.limit_bytes = 36
-    assert max(training.run(200)) == 3, "it has come back"
-
-
-@pytest.mark.parametrize("seed", range(5))
-def test_where_few_samples_have_failed_the_headroom_stays_free(seed: int) -> None:
-    """Peaks that vary by up to 4 % are what it is there for: they cost one error, and no more for want of it."""
-    chance = random.Random(seed)
-
-    def peak(size: int, length: int) -> float:
-        return (10 * size + 5) * (1 + 0.04 * chance.random())
-
-    training = Training(Device(36, peak=peak), 12, is_enforced=True)
-    for _ in range(3000):
-        training.run()
-    assert len(training.ooms) <= 3
-    assert not training.tuner.limits.may_use_all
-    assert max(training.run()) == 2
-
-
-def test_a_size_of_the_users_own_that_failed_is_halved_where_few_may_use_the_headroom() -> None:
-    tuner = Tuner(ceiling=8, limit_bytes=10**6, headroom=0.05, search=False, largest=4, is_enforced=True)
-    attempt = tuner.window(8)
-    assert attempt.ran_out(4, 1, None, 10**6).sizes == (2, 2, 2, 2)
-    assert not tuner.limits.may_use_all
-
-
-def test_many_short_samples_do_not_use_the_headroom_as_few_long_ones_do() -> None:
-    training = Training(Device(1000, peak=lambda size, length: 5 + 240 * size * length / 100), 32, is_enforced=True)
-    for _ in range(60):
-        training.window(32, (100,) * 4 + (10,) * 28)
-    assert not training.shrank
-    assert len(training.tuner.history) < 20
 
 
 def test_one_sample_too_many() -> None:
@@ -542,7 +486,7 @@ def test_padded_windows_meet_almost_no_error_where_memory_is_tight(lengths: tupl
     for seed in range(20):
         rng = random.Random(seed)
         share = rng.choice([0.15, 0.3, 0.6])  # of the longest window
-        training = Training(Device(int(1000 + 7 * 32 * lengths[1] * share)), 32, is_enforced=True)
+        training = Training(Device(int(1000 + 7 * 32 * lengths[1] * share)), 32)
         for _ in range(200):
             training.window(32, [rng.randint(*lengths)] * 32)
         errors.append(len(training.ooms))
@@ -922,9 +866,10 @@ def one_window(tuner: Tuner, num_samples: int, start_bytes: int | None = None) -
     attempt, pieces = tuner.window(num_samples), []
     for piece in attempt:
         pieces.append((piece.size, piece.is_trial))
-        reading = Reading(piece if piece.is_trial else None, 100 + piece.size, 1.0)
-        reading.start_bytes = start_bytes
-        attempt.fitted(reading)
+        if piece.is_trial:
+            reading = Reading(piece, 100 + piece.size, 1.0)
+            reading.start_bytes = start_bytes
+            attempt.fitted(reading)
     attempt.committed(tuple(size for size, _ in pieces), None)
     tuner.settle(num_samples)
     return pieces
@@ -1014,72 +959,3 @@ def test_why_micro_batches_are_no_larger(ceiling: int, why: str) -> None:
         tuner.settle(32)
     assert max(tuner.plan(32)) == 8
     assert tuner.reason() == why
-
-
-# Where other work beside this one ends.
-
-
-def waiting(size: int) -> float:
-    """Return the seconds of a micro-batch where cores are taken: what several compute waits for the last of them."""
-    return 0.0006 * size if size < 32 else 0.2 + 1e-6 * size
-
-
-def calm(size: int) -> float:
-    return 0.0001 + 1e-6 * size
-
-
-class TestWorkBesideThatEnds:
-    def settled(self) -> Training:
-        training = Training(Device(10**9, peak=lambda size, length: 1000 + size, seconds=waiting), 256)
-        training.until_settled()
-        assert max(training.run()) < 32, "each a little work, which waits for nobody"
-        return training
-
-    def test_plans_are_searched_and_compared_anew(self) -> None:
-        training = self.settled()
-        training.device.seconds = calm
-        sizes = [len(training.window(256)) for _ in range(40)]
-        assert sizes[:SURPRISES] == [32] * SURPRISES
-        assert sizes[15:] == [1] * 25
-        assert training.tuner._fastest.timing is None
-
-    def test_while_it_goes_on_they_are_not(self) -> None:
-        training = self.settled()
-        # Slower is no news: this one would be as slow as any.
-        for factor in (1.0, 1 / 1.4, 3.0):
-            training.device.seconds = lambda size, factor=factor: factor * waiting(size)
-            assert len({training.window(256) for _ in range(60)}) == 1
-        # Nor are single windows that are faster.
-        for window in range(60):
-            training.device.seconds = waiting if window % SURPRISES == 0 else calm
-            assert len(training.window(256)) > 1
-
-    def test_load_that_comes_and_goes_is_heard_of_less_and_less(self) -> None:
-        """Each time twice as many windows have to tell of it, so that comparisons come to an end."""
-        training = self.settled()
-        timed = []
-        for window in range(2000):
-            # Small micro-batches are the fastest by far while it lasts, and as fast as any while it does not.
-            training.device.seconds = waiting if window % 36 >= 6 else lambda size: 1e-5 * size
-            timed.append(training.tuner.is_timing or training.tuner.searching)
-            training.window(256)
-        assert sum(timed) < 200
-        assert not any(timed[1000:])
-
-    def test_a_run_that_goes_on_hears_as_well(self) -> None:
-        state = self.settled().tuner.state_dict()
-        training = Training(Device(10**9, peak=lambda size, length: 1000 + size, seconds=calm), 256)
-        training.tuner.load_state_dict(state, is_same_device=True)
-        assert len(training.window(256)) == 32
-        assert [len(training.window(256)) for _ in range(40)][-20:] == [1] * 20
-
-    @pytest.mark.parametrize("is_host", [True, False])
-    def test_nothing_is_read_where_a_clock_waits_for_the_device(self, is_host: bool) -> None:
-        tuner = Tuner(ceiling=256, limit_bytes=10**9, headroom=0.0, search=True, warms_up=not is_host)
-        training = self.settled()
-        tuner.load_state_dict(training.tuner.state_dict(), is_same_device=True)
-        assert len(list(tuner.window(256))) > 1
-        assert tuner.window(256).is_timed is is_host
-        for _ in range(SURPRISES):
-            tuner.timed(1e-9, 256)  # as a comparison of other things has it timed
-        assert tuner.searching is is_host

@@ -26,6 +26,7 @@ import sys
 import tempfile
 import time
 import warnings
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -37,11 +38,11 @@ if __name__ == "__main__":  # as a script it has the tests to find by itself
 
 import tests.machine  # noqa: F401  # isort: skip
 import numpy as np
-import safetensors.torch
 import torch
 from torch.nn import functional
 
 import autoaccum
+from autoaccum.runs.checkpoint import Checkpoint
 from tests.machine import nothing_measured
 from tests.record import configurations
 from tests.record.clock import Clock, given_clock, import_all
@@ -80,7 +81,20 @@ REPORT = (
 """Are the fields of a ``StepReport``; later ones are not looked at."""
 WORDED = {"reason", "cause", "consequence", "cure", "text", "question", "advice", "announced", "announced of windows"}
 """Are the names of what is worded for people; of ``Finished`` the reason is one of a few words that mean something."""
-NOT_SAID = {"time", "started", "saved", "checksum", "path", "directory", "os", "python", "torch", "numpy", "cpu_count"}
+NOT_SAID = {
+    "time",
+    "started",
+    "saved",
+    "checksum",
+    "path",
+    "directory",
+    "autoaccum directory",
+    "os",
+    "python",
+    "torch",
+    "numpy",
+    "cpu_count",
+}
 NOT_SAID |= {"run_dir", "bytes"}
 """Are the names of what differs from one machine, or one moment, to another."""
 
@@ -98,11 +112,17 @@ def plain(value: Any) -> Any:
         return value.hex()
     if isinstance(value, torch.Tensor):
         return tensor_of(value)
+    if isinstance(value, np.ndarray):
+        return tensor_of(torch.from_numpy(value))
+    if isinstance(value, bytes):
+        return digest(value)
+    if isinstance(value, torch.dtype | torch.device):
+        return str(value)
     if isinstance(value, np.generic):
         return plain(value.item())
     if isinstance(value, Mapping):
         return {str(name): plain(entry) for name, entry in value.items()}
-    if isinstance(value, tuple | list):
+    if isinstance(value, tuple | list | deque):
         return [plain(entry) for entry in value]
     if isinstance(value, set | frozenset):
         return sorted(map(plain, value), key=repr)
@@ -262,32 +282,10 @@ def plain_checkpoint(path: Path, messages: Messages) -> dict[str, Any]:
     manifest = json.loads((path / "manifest.json").read_text())
     found: dict[str, Any] = {"name": path.name, "format": manifest["format"], "files": sorted(manifest["files"])}
     found |= {name: plain(manifest[name]) for name in ("step", "serial", "is_best", "facts")}
-    for name in sorted(manifest["files"]):
-        tensors = safetensors.torch.load_file(path / name)
-        if (tree := tensors.pop("tree", None)) is None:
-            found[name] = {key: plain(tensors[key]) for key in sorted(tensors)}
-        else:
-            found[name] = split(_pruned(_grown(plain(json.loads(bytes(tree.tolist()))), tensors)), messages)
+    weights, state = Checkpoint.at(path).load()
+    found["weights"] = {name: plain(weights[name]) for name in sorted(weights)}
+    found["state"] = split(_pruned(plain(state)), messages)
     return found
-
-
-_STORED = {"tensor", "array", "bits"}
-_MAPPINGS = {"dict", "OrderedDict", "Counter"}
-
-
-def _grown(tree: Any, tensors: Mapping[str, torch.Tensor]) -> Any:
-    """Return a state's tree with dicts and tensors in their places."""
-    if isinstance(tree, list):
-        return [_grown(entry, tensors) for entry in tree]
-    if not isinstance(tree, dict) or len(tree) != 1:
-        return tree if not isinstance(tree, dict) else {name: _grown(entry, tensors) for name, entry in tree.items()}
-    ((kind, content),) = tree.items()
-    if kind in _STORED:
-        name, *more = content if isinstance(content, list) else [content]
-        return [kind, plain(tensors[name]), *more]
-    if kind in _MAPPINGS:
-        return {str(_grown(key, tensors)): _grown(entry, tensors) for key, entry in content[0]}
-    return {kind: _grown(content, tensors)}
 
 
 def _pruned(tree: Any) -> Any:

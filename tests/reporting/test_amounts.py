@@ -6,7 +6,7 @@ import math
 
 import pytest
 
-from autoaccum.reporting.amounts import format_rate, format_seconds
+from autoaccum.reporting.lines import format_rate, format_seconds
 
 
 @pytest.mark.parametrize(

@@ -8,8 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import safetensors.torch
-import torch
 
 from autoaccum.events import Finished, Record
 from autoaccum.reporting import load_run, write_json
@@ -33,11 +31,7 @@ def test_the_numbers(of: Any, tmp_path: Path) -> None:
 
 def test_what_no_configuration_tells_is_taken_from_the_records(of: Any) -> None:
     facts = of(started(), report(1), report(2, (5, 5)), report(3, (3, 3)))
-    assert (facts.model, facts.effective_batch, facts.device) == ("", "6 to 10", "cpu")
-
-
-def test_a_short_last_window_is_not_the_effective_batch(of: Any) -> None:
-    assert of(report(1), report(2), report(3, (3,))).effective_batch == "8"
+    assert (facts.model, facts.effective_batch, facts.device) == ("", "", "cpu")
 
 
 @pytest.mark.parametrize(
@@ -68,9 +62,7 @@ def test_a_run_without_a_window(of: Any) -> None:
 
 
 def test_the_title_has_model_batch_and_outcome(of: Any, tmp_path: Path) -> None:
-    assert (
-        of(started(), report(1), Finished(step=1, reason="interrupted")).title == "run, effective batch 8: interrupted"
-    )
+    assert of(started(), report(1), Finished(step=1, reason="interrupted")).title == "run: interrupted"
     write_json(tmp_path / "run" / "config.json", {"model": "CharGPT", "effective_batch": 256})
     facts = of(report(2), Finished(step=2, reason="budget"))
     assert facts.title == "CharGPT, effective batch 256: finished"
@@ -92,61 +84,3 @@ def test_the_best_validation_is_that_of_keep_best(of: Any, tmp_path: Path) -> No
         assert of().best == replace(best, step=step, value=value)
     write_json(tmp_path / "run" / "config.json", {"keep_best": {"metric": "f1", "mode": "max"}})
     assert of().best is None
-
-
-def checkpoint(run_dir: Path, step: int, *, is_best: bool) -> Path:
-    path = run_dir / "checkpoints" / f"step-{step:08}"
-    path.mkdir(parents=True)
-    write_json(path / "manifest.json", {"step": step, "serial": step, "is_best": is_best})
-    return path
-
-
-def test_without_a_best_checkpoint_a_run_is_resumed_or_its_last_is_loaded(of: Any, tmp_path: Path) -> None:
-    assert of(report(1)).load is None
-    last = checkpoint(tmp_path / "run", 3, is_best=False)
-    checkpoint(tmp_path / "run", 1, is_best=False)
-    (last.parent / "step-garbled").mkdir()
-    (last.parent / "step-garbled" / "manifest.json").write_text("[]")
-    assert of().load is None, "neither a command nor a file of weights"
-    write_json(tmp_path / "run" / "environment.json", {"command": "autoaccum fit a.py"})
-    load = of().load
-    assert load is not None
-    assert (load.text, load.effect) == (f"autoaccum fit a.py --run-dir {tmp_path / 'run'}", "Resumes from step 3.")
-    for command in ("autoaccum fit a.py --run-dir x", "python train.py"):
-        write_json(tmp_path / "run" / "environment.json", {"command": command})
-        assert of().load.text == command
-    (last / "model.safetensors").touch()
-    load = of(Finished(step=3, reason="budget")).load
-    assert load is not None
-    model = torch.nn.Linear(1, 1)
-    safetensors.torch.save_file({"weight": torch.ones(1, 1), "bias": torch.zeros(1)}, last / "model.safetensors")
-    exec(load.text, {"model": model})
-    assert model.weight == 1
-    assert load.effect == "Loads the weights of step 3, the last checkpoint."
-
-
-def test_a_diverged_run_shows_no_command_but_its_best_weights(of: Any, tmp_path: Path) -> None:
-    last = checkpoint(tmp_path / "run", 2, is_best=False)
-    (last / "model.safetensors").touch()
-    write_json(tmp_path / "run" / "environment.json", {"command": "autoaccum fit a.py"})
-    windows = report(1), report(2, loss=math.nan)
-    assert of(*windows).load is None
-    assert of(Finished(step=2, reason="interrupted")).load is None
-    assert of(Finished(step=2, reason="budget")).load is None
-    checkpoint(tmp_path / "run", 1, is_best=True)
-    assert "autoaccum.load_best(" in of().load.text
-
-
-@pytest.mark.parametrize("stopped_by", ["EarlyStopping", ""])
-def test_a_run_that_a_callback_stopped_shows_its_weights_and_what_resuming_takes(
-    stopped_by: str, of: Any, tmp_path: Path
-) -> None:
-    last = checkpoint(tmp_path / "run", 2, is_best=False)
-    (last / "model.safetensors").touch()
-    write_json(tmp_path / "run" / "environment.json", {"command": "autoaccum fit a.py"})
-    load = of(report(1), report(2), Finished(step=2, reason="stopped", stopped_by=stopped_by)).load
-    assert "load_state_dict(" in load.text
-    assert load.effect == (
-        f"Loads the weights of step 2, the last checkpoint. {stopped_by or 'The callback that stopped the run'} has to "
-        "allow more steps before the run can resume."
-    )

@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
 from autoaccum.errors import StopTraining
-from autoaccum.events import Event, Finished, Notice, OutOfMemory, Resumed, Started, StepReport, Validated
+from autoaccum.events import Finished, Notice, OutOfMemory, Resumed, Started, Validated
+from autoaccum.reporting import LoggingReporter
 from autoaccum.reporting.following import (
     Follower,
     heard,
-    keep,
-    kept_of,
     numbers_of,
     tell_failure,
     text_of,
@@ -38,14 +36,11 @@ class Noting(Follower):
     def _begin(self, started: Started | None, resumed: Resumed | None) -> None:
         self.noted.append(("begin", resumed))
 
-    def _window(self, report: StepReport) -> None:
-        self.noted.append(report.step)
+    def _numbers(self, values: dict[str, float], step: int) -> None:
+        self.noted.append("validation" if "validation/loss" in values else step)
 
-    def _validation(self, validated: Validated) -> None:
-        self.noted.append("validation")
-
-    def _told(self, event: Event) -> None:
-        self.noted.append(event)
+    def _text(self, text: str, step: int) -> None:
+        self.noted.append((text.split()[0], step))
 
     def _end(self, reason: str) -> None:
         self.noted.append(("end", reason))
@@ -60,9 +55,11 @@ def told(*records: Any) -> list[Any]:
 
 def test_a_run_begins_with_the_first_thing_that_is_done_and_ends_with_the_last() -> None:
     plan = planned(4, 4)
-    assert told(started(), NOTICE, plan, report(1), DONE) == [("begin", None), NOTICE, plan, 1, DONE, ("end", "budget")]
+    assert told(started(), NOTICE, plan, report(1), DONE) == [
+        ("begin", None), ("A.", 0), ("plan:", 1), 1, ("Finished", 2), ("end", "budget")
+    ]  # fmt: skip
     resumed = told(started(), RESUMED, NOTICE, report(2))
-    assert resumed == [("begin", RESUMED), RESUMED, NOTICE, 2]
+    assert resumed == [("begin", RESUMED), ("step", 1), ("A.", 1), 2]
 
 
 def test_of_a_run_that_is_finished_nothing_is_written() -> None:
@@ -76,8 +73,9 @@ def test_a_second_run_ends_one_that_has_not() -> None:
 
 def test_ranks_but_the_first_have_none_that_write() -> None:
     tell = Noting()
-    assert heard([print, tell], is_first=True) == [print, tell]
-    assert heard([print, tell], is_first=False) == [print]
+    log = LoggingReporter()
+    assert heard([print, tell, log], is_first=True) == [print, tell, log]
+    assert heard([print, tell, log], is_first=False) == [print]
 
 
 def test_an_error_ends_it_too() -> None:
@@ -118,10 +116,3 @@ def test_numbers() -> None:
 def test_texts_are_lines() -> None:
     assert text_of(NOTICE) == "A. B. C."
     assert text_of(OutOfMemory(step=1, phase="training", micro_batch=4)) == "OutOfMemory"
-
-
-def test_what_is_kept_in_the_directory(tmp_path: Path) -> None:
-    assert kept_of(None, "a.json") == kept_of(tmp_path, "a.json") == {}
-    keep(tmp_path / "run", "a.json", id="x", step=3)
-    assert kept_of(tmp_path / "run", "a.json") == {"id": "x", "step": 3}
-    keep(None, "a.json", id="x")

@@ -80,3 +80,12 @@ def test_of_a_run(caplog: pytest.LogCaptureFixture) -> None:
     others = [text for text in told if text not in measured]
     assert [text.split(":")[0] for text in others] == ["plan", "step 1", "step 2", "step 3", "done"]
     assert "20 of 20 samples" in others[3]
+
+
+def test_that_a_signal_ends_the_run_is_told_at_once(capsys: pytest.CaptureFixture[str]) -> None:
+    tell = LoggingReporter()
+    tell.ending(may_repeat=True)
+    assert capsys.readouterr().err == "stopping after this step; press Ctrl-C again to stop now\n"
+    with tell.validating():
+        tell.ending(may_repeat=False)
+    assert capsys.readouterr().err == "stopping after this validation\n"

@@ -61,7 +61,6 @@ def test_curves_go_over_samples(run: Run) -> None:
     assert drawn(found["f1"], "validation") == [(24, 0.25)]
     assert drawn(found["Memory, MiB"], "peak") == [(8, 1), (16, 2), (24, 3)]
     assert drawn(found["Memory, MiB"], "limit") == [(8, 4), (16, 4), (24, 4)]
-    assert drawn(found["Memory, MiB"], "predicted") == [(8, 3)], "until a re-plan"
     assert drawn(found["Batch, samples"], "effective batch") == [(8, 8), (16, 8), (24, 8)]
     assert drawn(found["Batch, samples"], "micro-batch") == [(8, 4), (16, 4), (24, 2)]
     assert drawn(found["Samples per second"], "each step") == [(8, 80), (16, 80), (24, 80)]
@@ -80,7 +79,7 @@ def test_what_was_not_measured_has_no_picture(tmp_path: Path) -> None:
     plain = load_run(write(tmp_path / "plain", report(1, peak_bytes=MIB, limit_bytes=64 * GIB, outputs={"a": np.nan})))
     found = pictures({"run": plain})
     assert list(found) == ["Loss", "Memory, MiB", "Batch, samples", "Samples per second", "Learning rate"]
-    assert [line.get_label() for line in found["Memory, MiB"].axes[0].lines] == ["peak", "predicted"], "limit far above"
+    assert [line.get_label() for line in found["Memory, MiB"].axes[0].lines] == ["peak"], "limit far above"
     assert pictures({"run": load_run(write(tmp_path / "empty"))}) == {}
 
 
@@ -90,7 +89,6 @@ def test_runs_share_their_axes(run: Run, tmp_path: Path) -> None:
     found = pictures({"1: a": run, "2: b": empty, "3: c": third})
     assert drawn(found["Loss"], "1: a") == [(8, 2), (16, 1), (24, 2.0 / 3)]
     assert drawn(found["Loss"], "3: c, validation") == [(8, 0.75)]
-    assert drawn(found["Loss over time"], "3: c") == [(2, 2)]
     assert drawn(found["Samples per second"], "3: c") == [(8, 4)]
     assert drawn(found["f1"], "3: c") == []
     assert found["Loss"].axes[0].get_xlabel() == "samples"

@@ -27,7 +27,7 @@ from autoaccum.events import (
     Validated,
 )
 from autoaccum.memory.clock import ManualClock
-from autoaccum.reporting import EpochLines, ProgressBar
+from autoaccum.reporting import LoggingReporter, ProgressBar
 from autoaccum.reporting.lines import cut_text
 from tests.models import classes, mlp
 from tests.reporting.synthetic import GIB, planned, report, started
@@ -273,21 +273,24 @@ def test_of_a_run(progress: bool, capsys: pytest.CaptureFixture[str]) -> None:
 
 
 @pytest.mark.parametrize("progress", [True, False])
-def test_the_end_names_the_callback_that_has_stopped_it(progress: bool, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_end_names_the_callback_that_has_stopped_it(
+    progress: bool, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO", "autoaccum")
+
     def enough(record: Any) -> None:
         if getattr(record, "step", 0) == 3:
             raise autoaccum.StopTraining
 
     # Validations of whole windows are the same to the bit: the second is no improvement, and the third is the last.
     stopping: list[tuple[Any, str]] = [(EarlyStopping(2), "EarlyStopping"), (enough, "enough")]
-    lines_of_epochs = EpochLines()
     for callback, name in stopping:
         autoaccum.fit(
             mlp(), classes(8), effective_batch=8, micro_batch=8, epochs=20, loss_fn=cross_entropy, device="cpu",
             validation_data=classes(5), verify=False, cache=False, optimizer=lambda p: torch.optim.SGD(p, lr=0.0),
-            callbacks=[callback] if progress else [callback, lines_of_epochs], progress=progress,
+            callbacks=[callback] if progress else [callback, LoggingReporter()], progress=progress,
         )  # fmt: skip
-        assert f"stopped by {name}: 3 steps, 24 samples" in capsys.readouterr().err
+        assert f"stopped by {name}: 3 steps, 24 samples" in (capsys.readouterr().err if progress else caplog.text)
 
 
 def test_a_ramp_is_told_in_few_lines(shown: Any) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from autoaccum.reporting.shown import as_line, as_table
+from autoaccum.reporting.lines import as_line, as_table
 
 
 def test_what_is_shown_in_html_is_escaped() -> None:

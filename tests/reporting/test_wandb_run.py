@@ -72,33 +72,32 @@ def test_a_run_that_failed_goes_on_as_the_same_run(
     monkeypatch.setenv("WANDB_SILENT", "true")
     run_dir, options = tmp_path / "run", {"dir": str(tmp_path), "project": "tests"}
     with pytest.raises(Broken):
-        train(run_dir, WandbReporter(run_dir, **options), ends=3)
-    known = json.loads((run_dir / "wandb.json").read_text())
-    assert known["step"] == 3
-    train(run_dir, WandbReporter(run_dir, **options))
+        train(run_dir, WandbReporter(**options), ends=3)
+    train(run_dir, WandbReporter(**options))
     # Of two parts that begin in the same second the later one has a number behind.
-    files = sorted(tmp_path.glob(f"wandb/offline-run-*-{known['id']}*/*.wandb"))
-    assert len(files) == len(sorted(tmp_path.glob("wandb/offline-run-*"))) == 2, "two parts of the same run"
+    files = sorted(tmp_path.glob("wandb/offline-run-*/*.wandb"))
+    assert len(files) == 2
+    assert len({file.name for file in files}) == 1, "two parts of the same run"
     (first, failed), (second, done) = map(rows_of, files)
     assert (failed, done) == (1, 0)
-    # Window 3 was trained twice, and is there once.
-    losses = {row["_step"]: row["loss"] for row in [*first, *second] if "loss" in row}
-    assert [row["_step"] for row in [*first, *second] if "loss" in row] == [1, 2, 3, 4, 5, 6]
-    assert list(losses.values()) == [report.loss for report in train(None).history]
+    # Window 3 was trained twice, and is there twice, with the same values.
+    losses = [(row["step"], row["loss"]) for row in [*first, *second] if "loss" in row]
+    whole = [(report.step, report.loss) for report in train(None).history]
+    assert losses == [*whole[:3], *whole[2:]]
     window = next(row for row in first if "loss" in row)
     assert {"grad_norm", "lr", "peak_bytes", "replays", "train/half", "micro_batch"} <= window.keys()
-    assert [row["_step"] for row in [*first, *second] if "validation/near" in row] == [2, 4, 6]
+    assert [row["step"] for row in [*first, *second] if "validation/near" in row] == [2, 4, 6]
     assert any(row.get("event", "").startswith("step 2: resumed from ") for row in second)
     assert no_network == []
 
 
 class Online:
-    """As much of wandb as a reporter uses; a run that goes on is further than its checkpoint."""
+    """As much of wandb as a reporter uses."""
 
-    def __init__(self, step: int = 0) -> None:
-        self.step = step
+    def __init__(self) -> None:
         self.logs: list[tuple[int, dict[str, Any]]] = []
         self.options: dict[str, Any] = {}
+        self.axes: list[tuple[str, str]] = []
         self.codes: list[int] = []
         self.config = SimpleNamespace(update=lambda facts, allow_val_change: self.options.update(facts))
 
@@ -107,67 +106,58 @@ class Online:
         self.id = options["id"]
         return self
 
-    def log(self, values: dict[str, Any], step: int) -> None:
-        assert step >= self.step, "W&B would warn"
-        self.step = step
-        self.logs.append((step, values))
+    def define_metric(self, name: str, step_metric: str) -> None:
+        self.axes.append((name, step_metric))
+
+    def log(self, values: dict[str, Any]) -> None:
+        self.logs.append((values.pop("step"), values))
 
     def finish(self, exit_code: int) -> None:
         self.codes.append(exit_code)
 
 
-def online(monkeypatch: pytest.MonkeyPatch, step: int = 0) -> Online:
-    found = Online(step)
+@pytest.fixture
+def wandb(monkeypatch: pytest.MonkeyPatch) -> Online:
+    found = Online()
     monkeypatch.setitem(sys.modules, "wandb", found)  # type: ignore[arg-type]
     return found
 
 
-def test_what_is_of_a_step_is_logged_at_that_step(monkeypatch: pytest.MonkeyPatch) -> None:
-    wandb = online(monkeypatch)
+def test_what_is_of_a_step_is_logged_over_that_step(wandb: Online) -> None:
     tell = WandbReporter(project="p")
     validated = Validated(step=1, epoch=0, loss=0.25, metrics={"near": 0.5}, num_samples=5, micro_batch=3, seconds=1.0)
     ran_out, notice = OutOfMemory(step=2, phase="training", micro_batch=4), Notice(cause="A", consequence="B", cure="C")
     done = Finished(step=2, reason="interrupted")
     for record in (started(), planned(4, 4), report(1), validated, ran_out, notice, report(2), done):
         tell(record)
+    assert wandb.axes == [("*", "step")]
     assert wandb.options["project"] == "p"
     assert wandb.options["autoaccum"] == {"device": "cpu", "num_steps": None, "num_samples": 20, "limit_bytes": 2**30}
     assert [(step, sorted(values)[:1]) for step, values in wandb.logs if "event" not in values] == [
         (1, ["accumulation_steps"]), (1, ["validation/loss"]), (2, ["accumulation_steps"])
     ]  # fmt: skip
     assert [(step, values["event"]) for step, values in wandb.logs if "event" in values] == [
-        (1, "plan: 4 x 2 (r); memory: limit 1.00 GiB"), (2, "OutOfMemory"), (2, "OutOfMemory\nA. B. C."),
-        (2, "OutOfMemory\nA. B. C.\nFinished"),
+        (1, "plan: 4 x 2 (r); memory: limit 1.00 GiB"), (2, "OutOfMemory"), (2, "A. B. C."), (2, "Finished"),
     ]  # fmt: skip
     assert wandb.codes == [0]
 
 
-def test_what_wandb_has_already_is_not_logged_again(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    (tmp_path / "wandb.json").write_text('{"id": "mine", "step": 0}')
-    wandb = online(monkeypatch, step=4)  # killed: what it has kept says nothing
-    tell = WandbReporter(tmp_path)
-    for record in (started(), Resumed(step=2, num_samples=16, checkpoint="c"), report(3), report(4), report(5)):
-        tell(record)
-    tell.failed(RuntimeError())
-    assert wandb.id == "mine"
-    assert [step for step, values in wandb.logs if "loss" in values] == [4, 5]
-    assert [(step, values["event"]) for step, values in wandb.logs if "event" in values] == [
-        (4, "step 2: resumed from c, 16 samples in")
-    ]
-    assert wandb.codes == [1]
-    assert json.loads((tmp_path / "wandb.json").read_text()) == {"id": "mine", "step": 5}
-
-
-def test_another_run_in_the_same_directory_has_an_id_of_its_own(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    (tmp_path / "wandb.json").write_text('{"id": "mine", "step": 9}')
-    wandb = online(monkeypatch)
-    tell = WandbReporter(tmp_path)
-    tell(started())
-    tell(report(1))
-    assert wandb.id not in ("", "mine")
-    assert [step for step, _ in wandb.logs] == [1]
+def test_the_id_is_kept_in_checkpoints_and_is_that_of_a_resumed_run(wandb: Online) -> None:
+    first, second = WandbReporter(), WandbReporter()
+    for record in (started(), report(1)):
+        first(record)
+    second.load_state_dict(first.state_dict())
+    first.failed(RuntimeError())
+    known = wandb.id
+    for record in (started(), Resumed(step=1, num_samples=8, checkpoint="c"), report(2)):
+        second(record)
+    assert wandb.id == known != ""
+    assert [step for step, _ in wandb.logs] == [1, 1, 2]
+    second.close()
+    assert wandb.codes == [1, 0]
+    for record in (started(), report(1)):
+        second(record)
+    assert wandb.id != known, "another run, from its beginning"
 
 
 def test_without_the_package(monkeypatch: pytest.MonkeyPatch) -> None:

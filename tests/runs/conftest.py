@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from autoaccum.memory.kills import OomKills
 from autoaccum.runs import window_mark
+from autoaccum.runs.window_mark import OomKills
 from tests.runs.machine import Machine
 
 

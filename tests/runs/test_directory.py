@@ -15,7 +15,6 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -46,7 +45,6 @@ from autoaccum.training.trainer import FitResult
 from tests.models import classes, mlp, noisy, same, state_of, wide
 from tests.processes import in_turn
 from tests.runs.machine import Machine, begun
-from tests.runs.test_files import IRREGULAR
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore::autoaccum.errors.AutoaccumWarning"),
@@ -177,15 +175,11 @@ class TestWhoMayGoOn:
     def test_data_with_another_number_in_them(self, as_batches: bool, tmp_path: Path) -> None:
         inputs, targets = classes(200)
         other = inputs.clone()
-        other[117, 1] += 1  # one that is not among the 64 that tell shapes
+        other[117, 1] += 1
         before, now = ([(x, targets)] if as_batches else (x, targets) for x in (inputs, other))
         fit(tmp_path, data=before, effective_batch=40, callbacks=[end_after(3)])
-        with pytest.raises(ResumeError, match="data content: "):
+        with pytest.raises(ResumeError, match="data digest: "):
             fit(tmp_path, data=now, effective_batch=40)
-
-    def test_flags_of_numpy_are_those_of_python(self, tmp_path: Path) -> None:
-        fit(tmp_path, shuffle=True, callbacks=[end_after(3)])
-        assert fit(tmp_path, shuffle=np.True_).num_steps == 10
 
     def test_another_scheduler(self, tmp_path: Path) -> None:
         fit(tmp_path, lr_scheduler=one_cycle, callbacks=[end_after(3)])
@@ -696,22 +690,6 @@ def test_is_due(tmp_path: Path) -> None:
     directory.close()
 
 
-@pytest.mark.parametrize("kind", IRREGULAR)
-@pytest.mark.parametrize("name", ["window", "history.jsonl", "checkpoints/.lock"])
-def test_what_is_no_file_is_said_and_leaves_nothing_open(tmp_path: Path, name: str, kind: str) -> None:
-    place = tmp_path / "run" / name
-    place.parent.mkdir(parents=True)
-    IRREGULAR[kind](place)
-    before = len(os.listdir("/proc/self/fd"))
-    for _ in range(2):  # the second is not told that the first goes on
-        with pytest.raises(CheckpointWriteError):
-            fit(tmp_path / "run")
-        assert len(os.listdir("/proc/self/fd")) == before
-    # A directory is no file to unlink.
-    place.rename(tmp_path / "away") if kind == "directory" else place.unlink()
-    assert fit(tmp_path / "run").num_steps > 0
-
-
 def test_a_link_in_the_place_of_a_file_that_is_yet_to_be_renamed(tmp_path: Path) -> None:
     """Its name can be foreseen."""
     mine = tmp_path / "mine"
@@ -734,15 +712,3 @@ def test_the_lock_is_given_back_when_the_directory_cannot_be_used(
         with pytest.raises(CheckpointWriteError, match="the disk is broken"):
             checkpoint.Checkpoints(tmp_path / "checkpoints")
     checkpoint.Checkpoints(tmp_path / "checkpoints").close()
-
-
-@pytest.mark.parametrize("name", ["window", "history.jsonl", "checkpoints/.lock"])
-def test_a_link_in_a_directory_from_a_stranger_is_not_followed(tmp_path: Path, name: str) -> None:
-    mine = tmp_path / "mine"
-    mine.write_text("dear to me")
-    link = tmp_path / "run" / name
-    link.parent.mkdir(parents=True)
-    link.symlink_to(mine)
-    with pytest.raises(CheckpointWriteError):
-        fit(tmp_path / "run")
-    assert mine.read_text() == "dear to me"

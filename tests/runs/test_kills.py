@@ -24,18 +24,18 @@ ROOT = Path(__file__).parents[2]
 MIB = 2**20
 
 
-def test_six_kills_at_random_moments() -> None:
+def test_three_kills_at_random_moments() -> None:
     """Of a run with dropout, BatchNorm, momentum, a scheduler, a worker, a batch schedule and validation."""
     outcome = subprocess.run(
-        [sys.executable, str(ROOT / "benchmarks" / "kills.py"), "--kills", "6", "--json"],
+        [sys.executable, str(ROOT / "benchmarks" / "kills.py"), "--kills", "3", "--json"],
         capture_output=True,
         text=True,
         env={**os.environ, "OMP_NUM_THREADS": "1"},
     )
     assert outcome.returncode == 0, outcome.stderr
     found = json.loads(outcome.stdout)
-    assert found["kills"] == 6
-    assert found["starts"] == found["runs"] + 6
+    assert found["kills"] == 3
+    assert found["starts"] == found["runs"] + 3
     assert found["identical"] == found["runs"]
 
 

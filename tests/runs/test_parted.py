@@ -2,23 +2,43 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import save_file
+from torch import nn
 
 from autoaccum.errors import CheckpointCorruptError
-from autoaccum.runs import parted, parts
-from autoaccum.runs.tensor_files import CODES
+from autoaccum.runs import parted
 from tests.runs.meshes import as_rank, cut
-from tests.runs.test_parts import whole, written
+
+
+def written(folder: Path, tensors: dict[str, torch.Tensor], *shape: int, dim: int = 0) -> list[str]:
+    """Write tensors as the ranks of a mesh would; return the names of their files."""
+    names = []
+    for rank in range(torch.Size(shape).numel()):
+        with as_rank(rank, *shape) as mesh:
+            own = {name: cut(tensor, mesh, min(dim, tensor.dim() - 1)) for name, tensor in tensors.items()}
+            name = parted.file_of(rank)
+            if parted.write(folder / name, own) is not None:
+                names.append(name)
+    return names
+
+
+def whole() -> dict[str, torch.Tensor]:
+    """Return tensors of few and many rows, and of one number."""
+    torch.manual_seed(0)
+    return {
+        "wide": torch.randn(7, 5, dtype=torch.float64),
+        "few": torch.randn(2, 3).bfloat16(),
+        "one": torch.randn(1),
+        "deep": torch.randn(4, 3, 2, dtype=torch.float16),
+    }
 
 
 def there_of(folder: Path, names: list[str], name: str, like: torch.Tensor) -> parted.Parted:
-    return parted.Parted(parted.Files(folder, names), parts.MODEL, name, CODES[like.dtype], list(like.shape))
+    return parted.Parted(parted.Files(folder, names), name, like.dtype, list(like.shape))
 
 
 @pytest.mark.parametrize("now", [(1,), (2,), (5,), (2, 2)])
@@ -66,32 +86,107 @@ def test_a_part_that_is_missing_is_named(tmp_path: Path) -> None:
     with pytest.raises(CheckpointCorruptError, match="wide is not there as a whole"):
         there_of(tmp_path, names[:2], "wide", tensor).like(tensor)
     with pytest.raises(CheckpointCorruptError, match="not of torch.float32"):
-        parted.Parted(parted.Files(tmp_path, names), parts.MODEL, "wide", "F32", [7, 5]).like(tensor)
+        parted.Parted(parted.Files(tmp_path, names), "wide", torch.float32, [7, 5]).like(tensor)
 
 
-@pytest.mark.parametrize(
-    "told",
-    [
-        None,
-        {"DCP_SHARDING_INFO": "{"},
-        {"DCP_SHARDING_INFO": "[]"},
-        {"DCP_SHARDING_INFO": json.dumps({"wide": {"saved_offsets": [0]}})},
-    ],
-)
+@pytest.mark.parametrize("told", [{"wide": ([0], torch.ones(7, 5))}, {"wide": torch.ones(7, 5)}, [], Path("a"), b""])
 def test_a_strangers_file_is_refused(told: Any, tmp_path: Path) -> None:
-    name, tensor = parts.file_of(parts.MODEL, 0), torch.ones(7, 5)
-    (tmp_path / parts.MODEL).mkdir()
-    save_file({"wide": tensor}, tmp_path / name, told)
+    name, tensor = parted.file_of(0), torch.ones(7, 5)
+    torch.save(told, tmp_path / name)
     with pytest.raises(CheckpointCorruptError, match="where its parts begin"):
         there_of(tmp_path, [name], "wide", tensor).like(tensor)
     (tmp_path / name).write_bytes(b"\x80\x04K\x01.")
-    with pytest.raises(CheckpointCorruptError, match="is not a safetensors file"):
+    with pytest.raises(CheckpointCorruptError, match="where its parts begin"):
         there_of(tmp_path, [name], "wide", tensor).like(tensor)
 
 
 def test_a_shape_is_taken_for_one_alone() -> None:
-    files = parted.Files(Path(), [])
     with pytest.raises(ValueError, match="shape"):
-        parted.Parted(files, parts.MODEL, "wide", "F32", [-1])
-    with pytest.raises(LookupError):
-        parted.Parted(files, parts.MODEL, "wide", "pickle", [1])
+        parted.Parted(parted.Files(Path(), []), "wide", torch.float32, [-1])
+
+
+def test_of_copies_the_first_is_written(tmp_path: Path) -> None:
+    assert written(tmp_path, whole(), 2, 2) == [parted.file_of(rank) for rank in (0, 1)]
+
+
+def test_names_of_files() -> None:
+    assert all(parted.is_file(parted.file_of(rank)) for rank in (0, 99_998))
+    for name in ("model.pt", "../shard-00001.pt", "shard-1.pt"):
+        assert not parted.is_file(name)
+
+
+def test_only_what_is_cut_along_its_dimensions_can_be_told() -> None:
+    from torch.distributed.tensor import DTensor, Partial
+
+    with as_rank(0, 2) as mesh:
+        assert parted.is_cut(cut(torch.ones(4), mesh))
+        assert not parted.is_cut(DTensor.from_local(torch.ones(4), mesh, [Partial()]))
+
+
+# Where tensors of a saved state are put.
+
+
+def run() -> tuple[nn.Module, torch.optim.Optimizer]:
+    """Return a model with tied weights, and its optimizer after a step."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
+    model[1].weight = model[0].weight
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(torch.ones(2, 3)).sum().backward()
+    optimizer.step()
+    return model, optimizer
+
+
+def saved(folder: Path) -> tuple[Any, Any]:
+    """Return such a state with parts in the place of all tensors of more than one number."""
+    model, optimizer = run()
+    tensors: dict[str, torch.Tensor] = {}
+
+    def away(name: str, value: Any) -> Any:
+        if not isinstance(value, torch.Tensor) or not value.dim():
+            return value
+        tensors[name] = value.detach().clone()
+        return parted.Parted(files, name, value.dtype, list(value.shape))
+
+    files = parted.Files(folder, [parted.file_of(0)])
+    weights = {name: away(name, value) for name, value in model.state_dict().items()}
+    weights["1.weight"] = weights["0.weight"]
+    state = optimizer.state_dict()
+    kept = {n: {name: away(f"{n} {name}", v) for name, v in of.items()} for n, of in state["state"].items()}
+    with as_rank(0, 1) as mesh:
+        own = {name: cut(tensor, mesh) for name, tensor in tensors.items()}
+        parted.write(folder / parted.file_of(0), own)
+    return weights, {"optimizer": {**state, "state": kept}, "modules": [], "step": 3}
+
+
+def test_of_a_process_that_has_all_of_the_model(tmp_path: Path) -> None:
+    weights, state = saved(tmp_path)
+    model, optimizer = run()
+    found, others = parted.placed(model, [], optimizer, weights, state)
+    assert found["0.weight"] is found["1.weight"], "what is one tensor stays one"
+    assert all(torch.equal(found[name], value) for name, value in model.state_dict().items())
+    for number, values in optimizer.state_dict()["state"].items():
+        assert all(torch.equal(others["optimizer"]["state"][number][name], value) for name, value in values.items())
+    assert others["step"] == 3
+    assert isinstance(weights["0.bias"], parted.Parted), "what was passed is left alone"
+
+
+def test_of_a_module_beside_the_model(tmp_path: Path) -> None:
+    weights, state = saved(tmp_path)
+    model, optimizer = run()
+    _, others = parted.placed(model, [model], optimizer, {}, {**state, "modules": [{"state": weights, "buffers": {}}]})
+    assert torch.equal(others["modules"][0]["state"]["0.bias"], model.state_dict()["0.bias"])
+
+
+def test_what_belongs_nowhere_is_named(tmp_path: Path) -> None:
+    _, state = saved(tmp_path)
+    model, optimizer = run()
+    state["optimizer"]["state"][0]["odd"] = state["optimizer"]["state"][1]["exp_avg"]
+    with pytest.raises(CheckpointCorruptError, match=r"optimizer.state\[0\].odd has the shape \(3,\), not \(3, 3\)"):
+        parted.placed(model, [], optimizer, {}, state)
+
+
+@pytest.mark.parametrize("state", [None, 3, {}, {"optimizer": None}, {"optimizer": {"state": 3}}, {"modules": 3}])
+def test_what_is_no_state_is_left_to_the_check(state: Any) -> None:
+    model, optimizer = run()
+    assert parted.placed(model, [], optimizer, 5, state) == (5, state)

@@ -13,8 +13,7 @@ from typing import Any
 import pytest
 
 from autoaccum.planning.costs import Trial
-from autoaccum.runs import past
-from autoaccum.runs.past import MAX_TRIALS, Entry, Past, directory
+from autoaccum.runs.past import MAX_TRIALS, Past, directory
 
 KEY, OTHER = "0" * 31 + "a", "f" * 32
 TRIALS = (
@@ -29,8 +28,8 @@ def store(tmp_path: Path) -> Past:
     return Past(tmp_path / "not" / "there" / "yet")
 
 
-def save(store: Past, key: str = KEY, trials: tuple[Any, ...] = TRIALS, model: str = "Net") -> Path:
-    store.save(key, trials, model=model, device="cpu x86_64")
+def save(store: Past, key: str = KEY, trials: tuple[Any, ...] = TRIALS) -> Path:
+    store.save(key, trials)
     return store.where / f"trials-{key}.json"
 
 
@@ -48,7 +47,7 @@ def test_what_was_saved_is_loaded_to_the_bit(store: Past) -> None:
 
 
 def test_the_limit_is_kept(store: Past) -> None:
-    store.save(KEY, TRIALS, model="Net", device="cpu", limit_bytes=8800)
+    store.save(KEY, TRIALS, limit_bytes=8800)
     assert store.load(KEY) == (TRIALS, 8800)
 
 
@@ -71,35 +70,6 @@ def test_no_more_trials_than_the_newest(store: Past) -> None:
     assert store.load(KEY)[0] == many[5:]
 
 
-def test_entries_say_what_there_is_newest_first(store: Past) -> None:
-    rewrite(save(store, KEY, model="Old"), saved="2020-01-01T00:00:00+00:00")
-    path = save(store, OTHER)
-    (store.where / "notes.txt").write_text("mine")
-    (store.where / f"trials-{'1' * 32}.json").write_text("{")
-    new, old = store.entries()
-    assert old == Entry(saved="2020-01-01T00:00:00+00:00", model="Old", device="cpu x86_64", num_trials=3)
-    assert (new.model, new.saved) == ("Net", json.loads(path.read_text())["saved"])
-    assert store.num_bytes() == sum(path.stat().st_size for path in store.where.glob("trials-*"))
-
-
-def test_the_files_that_were_not_used_for_longest_are_dropped(store: Past, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(past, "MAX_FILES", 3)
-    for age, digit in enumerate("0123"):
-        os.utime(save(store, digit * 32), (10**9 + age, 10**9 + age))
-    assert store.load("1" * 32)[0] == TRIALS, "0 was dropped; 1 is used"
-    save(store, OTHER)
-    assert [path.name[7] for path in sorted(store.where.iterdir())] == ["1", "3", "f"]
-
-
-# Other versions.
-
-
-def test_another_format_is_unknown(store: Past) -> None:
-    rewrite(save(store), format=0)
-    assert store.load(KEY)[0] == ()
-    assert store.entries() == []
-
-
 # Files that make no sense.
 
 
@@ -114,7 +84,6 @@ def test_a_corrupt_file_is_unknown_and_replaced(content: bytes, store: Past) -> 
     path = save(store)
     path.write_bytes(content)
     assert store.load(KEY)[0] == ()
-    assert store.entries() == []
     save(store)
     assert store.load(KEY)[0] == TRIALS
 
@@ -132,7 +101,7 @@ def test_a_directory_that_cannot_be_made_is_no_error(tmp_path: Path) -> None:
     store = Past(tmp_path / "file" / "below")
     save(store)
     assert store.load(KEY)[0] == ()
-    assert (store.entries(), store.num_bytes(), store.clear()) == ([], 0, 0)
+    assert store.files() == []
 
 
 def test_a_directory_that_cannot_be_written_is_no_error(store: Past) -> None:
@@ -146,7 +115,7 @@ def test_a_directory_that_cannot_be_written_is_no_error(store: Past) -> None:
         "if os.geteuid() == 0: os.seteuid(65534)\n"
         "assert not os.access('.', os.W_OK, effective_ids=True)\n"
         "store = Past(Path())\n"
-        f"store.save({OTHER!r}, [Trial(micro_batch=1, fits=True)], model='', device='')\n"
+        f"store.save({OTHER!r}, [Trial(micro_batch=1, fits=True)])\n"
         f"print(len(store.load({KEY!r})[0]), len(store.load({OTHER!r})[0]))"
     )
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
@@ -184,7 +153,7 @@ def test_processes_that_write_at_once_leave_whole_files(store: Past) -> None:
         "store, mine = Past(Path(sys.argv[1])), int(sys.argv[2])\n"
         "trials = [Trial(micro_batch=size, fits=True, peak_bytes=mine) for size in range(1, mine)]\n"
         "for _ in range(200):\n"
-        f"    store.save({KEY!r}, trials, model='', device='')\n"
+        f"    store.save({KEY!r}, trials)\n"
         f"    found = store.load({KEY!r})[0]\n"
         "    assert {trial.peak_bytes for trial in found} == {len(found) + 1}, found\n"
     )
@@ -196,20 +165,12 @@ def test_processes_that_write_at_once_leave_whole_files(store: Past) -> None:
     assert len(list(store.where.iterdir())) == 1
 
 
-# Clearing.
-
-
-def test_clear_removes_our_files_and_no_others(store: Past) -> None:
-    save(store, KEY)
-    save(store, OTHER)
-    half = store.where / f"trials-{KEY}.x_1.tmp"
+def test_our_files_are_told_from_others(store: Past) -> None:
+    ours = [save(store, KEY), save(store, OTHER), store.where / f"trials-{KEY}.json.71.tmp"]
     others = [store.where / name for name in ("notes.txt", "trials-2024.json", f"trials-{KEY}.json.bak", f"{KEY}.json")]
-    for path in (half, *others):
+    for path in (ours[2], *others):
         path.write_text("")
-    assert store.clear() == 3
-    assert sorted(store.where.iterdir()) == sorted(others)
-    assert store.clear() == 0
-    assert store.load(KEY)[0] == ()
+    assert store.files() == sorted(ours)
 
 
 # Where it is.

@@ -18,7 +18,7 @@ from torch import nn
 from torch.nn.functional import cross_entropy, mse_loss
 from torch.optim.lr_scheduler import OneCycleLR
 
-from autoaccum.runs import past_of_run as past
+from autoaccum.runs import past_of_run
 from autoaccum.runs.past_of_run import describe
 from autoaccum.testing import simulated_memory
 
@@ -72,7 +72,7 @@ def key_of(
     model = net() if model is None else model
     modules = [model, loss] if isinstance(loss, nn.Module) else [model]
     facts = {"precision": "fp32", "batch": rows(3, 4), "device": CPU, "compiled": False, "functions": (loss, None)}
-    return past.key_of(modules, optimizer(model), **{**facts, **changes})
+    return past_of_run.key_of(modules, optimizer(model), **{**facts, **changes})
 
 
 def changed(model: nn.Module, change: Callable[[Any], Any]) -> nn.Module:

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from autoaccum.errors import CheckpointCorruptError, CheckpointWriteError, ResumeError
-from autoaccum.runs import parted, parts, states
+from autoaccum.runs import parted, states
 from autoaccum.runs.writers import Writers
 from tests.runs.meshes import as_rank, cut
 
@@ -48,19 +48,17 @@ def test_the_first_rank_says_what_is_due_and_what_is_taken_up() -> None:
 def written(rank: int, folder: Path | None, *heard: Any) -> Any:
     with as_rank(rank, 2) as mesh:
         model = {"weight": cut(torch.arange(6.0), mesh), "buffer": torch.ones(2)}
-        packed = states.pack(model, {"moment": cut(torch.arange(4.0), mesh)})
-        return writers(rank, *heard).write(packed, folder)
+        moments = states.examined({"moment": cut(torch.arange(4.0), mesh)})
+        return writers(rank, *heard).write({**states.of_weights(model).parts, **moments.parts}, folder)
 
 
-def test_each_rank_writes_its_own_files_and_the_first_what_is_not_in_parts(tmp_path: Path) -> None:
+def test_each_rank_writes_its_own_file(tmp_path: Path) -> None:
     own = written(0, tmp_path, None, {"theirs": (1, "2")})
-    of_first = {parts.file_of(folder, 0) for folder in parts.FOLDERS}
-    assert own.keys() == of_first | {"theirs"}
+    assert own.keys() == {parted.file_of(0), "theirs"}
     others = written(1, None, str(tmp_path), {})
-    assert others.keys() == {parts.file_of(folder, 1) for folder in parts.FOLDERS}
-    files = parted.Files(tmp_path, [*of_first, *others])
-    assert [len(files.chunks(parts.MODEL, name)) for name in ("weight", "buffer")] == [2, 1]
-    assert len(files.chunks(parts.MOMENTS, "moment")) == 2
+    assert others.keys() == {parted.file_of(1)}
+    files = parted.Files(tmp_path, [parted.file_of(0), *others])
+    assert [len(files.chunks(name)) for name in ("weights.weight", "weights.buffer", "moment")] == [2, 0, 2]
 
 
 def test_a_directory_that_a_rank_does_not_reach_is_named(tmp_path: Path) -> None:

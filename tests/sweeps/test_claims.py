@@ -106,22 +106,11 @@ def test_a_trial_that_another_process_runs_is_waited_for_and_taken_over(tmp_path
     assert len(study.trials) == 1
 
 
-def test_what_runs_in_another_directory_is_neither_taken_nor_made_up_for(tmp_path: Path) -> None:
-    (there, shared), (here, study) = begin(tmp_path / "there"), begin(tmp_path / "here")
-    with there.next(shared, None) as trial:
-        assert trial is not None
-        assert [finish(here, study) for _ in range(3)] == [1, 2, None]
-        assert [found.number for found in here.elsewhere(study)] == [0]
-        assert there.elsewhere(shared) == []
-    assert finish(there, shared) == 0
-    assert [found.state for found in study.trials] == [TrialState.COMPLETE] * 3
-
-
 def test_a_trial_that_ends_while_it_is_claimed_is_not_gone_on_with(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     claims, study = begin(tmp_path / "a", num_trials=1)
-    claims._new(study)
+    study.add_trial(optuna.trial.create_trial(state=TrialState.RUNNING))
     lock = claims._lock
 
     def late(trial: Any) -> Any:
@@ -134,22 +123,6 @@ def test_a_trial_that_ends_while_it_is_claimed_is_not_gone_on_with(
     with claims.next(study, None) as trial:
         assert trial is None, "all are finished"
     assert [trial.value for trial in study.trials] == [0.5]
-
-
-def test_one_too_many_in_two_directories_at_once_is_given_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (there, shared), (here, study) = begin(tmp_path / "there", 1), begin(tmp_path / "here", 1)
-    new = here._new
-
-    def late(*arguments: Any) -> Any:
-        """Between our look at the study and our trial, they begin theirs."""
-        if not shared.trials:
-            there._new(shared)
-        return new(*arguments)
-
-    monkeypatch.setattr(here, "_new", late)
-    assert finish(here, study) is None
-    assert [found.state for found in study.trials] == [TrialState.RUNNING, TrialState.FAIL]
-    assert finish(there, shared) == 0
 
 
 def test_a_trial_that_finishes_while_we_look_is_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -168,12 +141,6 @@ def test_a_trial_that_finishes_while_we_look_is_counted(tmp_path: Path, monkeypa
         with claims.next(study, None) as another:
             assert another is None
     assert len(study.trials) == 1
-
-
-def test_a_trial_that_others_asked_for_is_not_ours_to_count(tmp_path: Path) -> None:
-    claims, study = begin(tmp_path / "a", num_trials=1)
-    study.ask()
-    assert [finish(claims, study) for _ in range(2)] == [1, None]
 
 
 def test_a_path_is_no_url(tmp_path: Path) -> None:
@@ -210,3 +177,11 @@ def test_a_change_of_directory_moves_nothing(tmp_path: Path, monkeypatch: pytest
 
 def test_a_name_of_a_study_is_no_path() -> None:
     assert directory_of("../vision/lr 1:2") == Path("sweeps/vision-lr-1-2")
+
+
+def test_a_study_has_one_directory(tmp_path: Path) -> None:
+    claims, study = begin(tmp_path / "a", num_trials=1)
+    assert finish(claims, study) == 0
+    assert finish(*begin(tmp_path / "a", num_trials=2)) == 1
+    with pytest.raises(ArgumentError, match="expected that of study 'shared', or an empty one for a new study. All"):
+        begin(tmp_path / "b")

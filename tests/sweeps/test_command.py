@@ -49,8 +49,8 @@ def arguments(recipe: str, *more: str) -> list[str]:
 
 
 def test_the_command(recipe_file: str, capsys: pytest.CaptureFixture[str]) -> None:
-    """With two processes; the same again has nothing to do and shows the same."""
-    assert main(arguments(recipe_file, "--trials", "3", "--jobs", "2")) == 0
+    """The same again has nothing to do and shows the same."""
+    assert main(arguments(recipe_file, "--trials", "3")) == 0
     table = capsys.readouterr().out
     assert table.splitlines()[0].split() == ["trial", "validation_loss", "lr", "effective_batch"]
     assert "3 trials: 3 to the end, 0 pruned" in table
@@ -60,25 +60,12 @@ def test_the_command(recipe_file: str, capsys: pytest.CaptureFixture[str]) -> No
     assert document["study"] == "digits"
     assert document["finished"] == len(document["trials"]) == 3
     assert [trial["directory"] for trial in document["trials"]] == [f"sweeps/digits/trial-000{at}" for at in range(3)]
-    elsewhere = ["--trials", "3", "--json", "--storage", "sqlite:///sweeps/digits/study.db", "--directory", "other"]
-    assert main(arguments(recipe_file, *elsewhere)) == 0
-    assert [trial["directory"] for trial in json.loads(capsys.readouterr().out)["trials"]] == [None] * 3
     values = [document["trials"][number]["values"] for number in document["best"]]
     assert values == sorted(values)
     assert {path.name for path in Path("sweeps/digits").iterdir()} == {
         *(".lock", "id", "study.db"),
         *(f"trial-{number:04d}" for number in range(3)),
     }
-
-
-def test_what_recipes_print_in_other_processes_is_not_in_the_document(
-    recipe_file: str, capfd: pytest.CaptureFixture[str]
-) -> None:
-    Path(recipe_file).write_text("print('hello')\n" + RECIPE)
-    assert main(arguments(recipe_file, "--trials", "2", "--jobs", "2", "--json")) == 0
-    out, err = capfd.readouterr()
-    assert json.loads(out)["finished"] == 2
-    assert err.count("hello") == 2
 
 
 def test_the_command_exits_with_4_when_it_is_interrupted(recipe_file: str, capsys: pytest.CaptureFixture[str]) -> None:

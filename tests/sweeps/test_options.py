@@ -11,8 +11,9 @@ import torch
 import autoaccum
 from autoaccum.errors import ArgumentError, ArgumentTypeError
 from autoaccum.sweeps import spaces
-from autoaccum.sweeps.options import OF_SWEEP, PASSED_ON, PassedOn, SweepArguments, of_sampler
-from autoaccum.training.options import OF_FIT
+from autoaccum.sweeps.options import PassedOn, SweepArguments, of_sampler
+from autoaccum.training.declarations import arguments_of
+from autoaccum.training.options import NOT_IN_SWEEPS, SHARED_IN_SWEEPS
 
 
 def recipe() -> dict[str, Any]:
@@ -24,29 +25,25 @@ def given(**options: Any) -> SweepArguments:
 
 
 def test_what_is_passed_on_is_of_fit_and_not_of_the_sweep() -> None:
-    assert PASSED_ON.keys() == OF_FIT.keys() - OF_SWEEP.keys() - {"model", "data", "run_dir", "resume"}
-    assert list(get_type_hints(PassedOn)) == list(PASSED_ON)
-    for name, argument in PASSED_ON.items():
-        assert argument.type == get_type_hints(PassedOn)[name]
+    of_fit, own = arguments_of(autoaccum.fit), arguments_of(autoaccum.sweep)
+    passed_on = {name: one.type for name, one in of_fit.items() if name not in own and name not in NOT_IN_SWEEPS}
+    assert get_type_hints(PassedOn) == passed_on
+
+
+def test_a_sweep_has_the_arguments_that_it_works_with() -> None:
+    parameters, fields = inspect.signature(autoaccum.sweep).parameters, inspect.signature(SweepArguments).parameters
+    assert list(parameters) == list(fields)
+    assert all(fields[name].default == parameter.default for name, parameter in parameters.items())
 
 
 def test_trials_share_what_would_make_them_incomparable() -> None:
-    shared = {argument.name for argument in OF_FIT.values() if argument.in_sweeps == "shared"}
-    assert shared == {"samples", "epochs", "steps", "validate_every", "seed"}
-
-
-def test_the_same_call_can_be_made_again() -> None:
-    call = given(lr=0.1, seed=3, fit_arguments={"clip_norm": 1.0}).call()
-    assert (call["lr"], call["seed"], call["clip_norm"]) == (0.1, 3, 1.0)
-    assert "fit_arguments" not in call
-    inspect.signature(autoaccum.sweep).bind(**call)
+    assert set(SHARED_IN_SWEEPS) == {"samples", "epochs", "steps", "validate_every", "seed"}
 
 
 @pytest.mark.parametrize(
     ("wrong", "kind"),
     [
         ({"num_trials": 0}, ArgumentError),
-        ({"jobs": 0}, ArgumentError),
         ({"seed": -1}, ArgumentError),
         ({"recipe": 3}, ArgumentTypeError),
         ({"search_space": 3}, ArgumentTypeError),

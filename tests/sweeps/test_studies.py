@@ -22,8 +22,9 @@ def test_by_its_directory(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("journal", [True, False])
 def test_by_its_storage(journal: bool, tmp_path: Path) -> None:
-    place = str(tmp_path / "study.log") if journal else storage(tmp_path)
-    opened = optuna.storages.JournalStorage(optuna.storages.journal.JournalFileBackend(place)) if journal else place
+    path = str(tmp_path / "study.journal")
+    place = f"journal:{path}" if journal else storage(tmp_path)
+    opened = optuna.storages.JournalStorage(optuna.storages.journal.JournalFileBackend(path)) if journal else place
     for name, value in (("a", 0.5), ("b", 0.25)):
         study(trial(value), storage=opened, study_name=name)
     found, directory = load_study(place, "b")
@@ -41,7 +42,7 @@ def test_a_study_that_no_sweep_has_made_is_not_meant(tmp_path: Path) -> None:
     assert load_study(str(tmp_path))[0].study_name == "a"
 
 
-@pytest.mark.parametrize("place", ["sqlite:///{}/none.db", "journal:{}/none", "{}/none.log", "{}"])
+@pytest.mark.parametrize("place", ["sqlite:///{}/none.db", "journal:{}/none", "{}"])
 def test_looking_for_a_study_makes_no_file(place: str, tmp_path: Path) -> None:
     with pytest.raises(ArgumentError, match="the storage of a sweep"):
         load_study(place.format(tmp_path))

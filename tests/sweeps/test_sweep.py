@@ -22,10 +22,9 @@ import torch
 from optuna.trial import TrialState
 from torch import nn
 
-from autoaccum.errors import ArgumentError, RecipeResultError, StorageError
+from autoaccum.errors import ArgumentError, RecipeResultError
 from autoaccum.events import Resumed, Started, StepReport
-from autoaccum.runs.records import HISTORY, command_line, commit
-from autoaccum.sweeps.sweep import _work
+from autoaccum.runs.records import command_line, commit
 from autoaccum.testing import simulated_memory
 from tests.models import classes, mlp
 from tests.processes import in_turn
@@ -108,14 +107,14 @@ def test_the_same_seed_is_the_same_study_and_another_is_another(tmp_path: Path) 
 
 
 @pytest.mark.filterwarnings("ignore:It could not be measured")  # for which there is hardly room
-def test_twenty_trials_where_no_effective_batch_fits_at_once(tmp_path: Path) -> None:
+def test_eight_trials_where_no_effective_batch_fits_at_once(tmp_path: Path) -> None:
     limit = 100_000
     inputs, targets = classes(64)
     with simulated_memory(limit), pytest.raises(torch.OutOfMemoryError):
         nn.functional.cross_entropy(Broad()(inputs), targets).backward()
     with simulated_memory(limit):
-        study = run(broad, tmp_path, effective_batch=[64, 128, 256], num_trials=20, samples=512)
-    assert len(study.trials) == 20
+        study = run(broad, tmp_path, effective_batch=[64, 128, 256], num_trials=8, samples=512)
+    assert len(study.trials) == 8
     assert {trial.state for trial in study.trials} <= {TrialState.COMPLETE, TrialState.PRUNED}
     assert not any("not_fitting" in trial.user_attrs for trial in study.trials)
     origin = study.user_attrs["autoaccum origin"]
@@ -262,27 +261,17 @@ def postgresql() -> Iterator[str]:
             server.wait()
 
 
-def share(directories: list[Path], **settings: Any) -> None:
+def share(directory: Path, **settings: Any) -> None:
     """Two processes on one study: no trial is lost, and none is run twice."""
     settings = {"num_trials": 6, "pruner": pruner(), **settings}
-    pids = [child(partial(run, small, directory, **settings)) for directory in directories]
+    pids = [child(partial(run, small, directory, **settings)) for _ in range(2)]
     assert [ended(pid) for pid in pids] == [0, 0]
-    storage = optuna.storages.RDBStorage(settings.get("storage") or f"sqlite:///{directories[0]}/study.db")
+    storage = optuna.storages.RDBStorage(settings.get("storage") or f"sqlite:///{directory}/study.db")
     study = optuna.load_study(storage=storage, study_name="small")
-    states = [trial.state for trial in study.trials if trial.state != TrialState.FAIL]
-    assert states == [TrialState.COMPLETE] * 6
+    assert [trial.state for trial in study.trials] == [TrialState.COMPLETE] * 6
     for trial in study.trials:
-        if trial.state == TrialState.COMPLETE:
-            started = [
-                record
-                for directory in set(directories)
-                if (directory / f"trial-{trial.number:04d}" / HISTORY).exists()
-                for record in read(directory, trial.number, Started)
-            ]
-            assert len(started) == 1
-    assert len({trial.params["lr"] for trial in study.trials if trial.params}) == 6, "they draw different trials"
-    if len(set(directories)) == 1:
-        assert len(study.trials) == 6
+        assert len(read(directory, trial.number, Started)) == 1
+    assert len({trial.params["lr"] for trial in study.trials}) == 6, "they draw different trials"
     optuna.delete_study(storage=storage, study_name="small")
     storage.engine.dispose()
 
@@ -290,16 +279,13 @@ def share(directories: list[Path], **settings: Any) -> None:
 @forks
 @in_turn
 def test_two_processes_share_a_study(tmp_path: Path) -> None:
-    share([tmp_path] * 2)
+    share(tmp_path)
 
 
 @forks
 @in_turn
-@pytest.mark.parametrize("names", [("a", "a"), ("a", "b")])
-@pytest.mark.filterwarnings("ignore:Trials .* are run in other directories")
-def test_two_processes_share_a_study_on_postgresql(names: tuple[str, str], tmp_path: Path, postgresql: str) -> None:
-    """In one directory as on one machine, and in two."""
-    share([tmp_path / name for name in names], storage=postgresql)
+def test_two_processes_share_a_study_on_postgresql(tmp_path: Path, postgresql: str) -> None:
+    share(tmp_path, storage=postgresql)
 
 
 @forks
@@ -322,34 +308,6 @@ def test_ctrl_c_leaves_the_trial_to_be_gone_on_with(tmp_path: Path) -> None:
     assert [record.step for record in read(tmp_path, 0, Resumed)] == [2]
 
 
-@forks
-@in_turn
-def test_a_process_that_jobs_started_ends_in_order_between_windows_too(tmp_path: Path) -> None:
-    def recipe() -> dict[str, Any]:
-        signal.raise_signal(signal.SIGTERM)
-        return small()
-
-    settings = {"recipe": recipe, "directory": tmp_path, "lr": (1e-3, 1e-1), "effective_batch": 16, "num_trials": 1}
-    assert ended(child(lambda: _work(settings))) == 0
-
-
-def test_a_process_whose_parent_is_gone_leaves_its_trial(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    class Parent:
-        asked = 0
-
-        def is_alive(self) -> bool:
-            self.asked += 1
-            return self.asked < 4  # before the trial, and after each of its windows
-
-    monkeypatch.setattr("autoaccum.sweeps.sweep._parent", Parent())
-    study = run(small, tmp_path)
-    assert [trial.state for trial in study.trials] == [TrialState.RUNNING]
-    assert len(read(tmp_path, 0, StepReport)) == 3
-    monkeypatch.undo()
-    assert len(run(small, tmp_path).trials) == 3
-    assert [record.step for record in read(tmp_path, 0, Resumed)] == [3]
-
-
 def test_more_trials_of_the_same_study(tmp_path: Path) -> None:
     first = outcomes(run(small, tmp_path, num_trials=2, micro_batch=8))
     both = outcomes(run(small, tmp_path, num_trials=3, micro_batch=8))
@@ -357,7 +315,7 @@ def test_more_trials_of_the_same_study(tmp_path: Path) -> None:
     assert both == outcomes(run(small, tmp_path / "at once", num_trials=3, micro_batch=8))
 
 
-@pytest.mark.parametrize("storage", ["journal:{0}/study.journal", "{0}/study.log", "sqlite:///{0}/other.db"])
+@pytest.mark.parametrize("storage", ["journal:{0}/study.journal", "sqlite:///{0}/other.db"])
 def test_storages(storage: str, tmp_path: Path) -> None:
     directory = tmp_path / "runs"
     for num_trials in (1, 2):
@@ -400,9 +358,8 @@ def test_a_storage_that_does_not_answer_leaves_the_trial_to_be_gone_on_with(tmp_
                 "BEGIN INSERT INTO elsewhere VALUES (1); END"
             )
 
-    with pytest.raises(StorageError, match="no such table: main.elsewhere.* the same command goes on") as caught:
+    with pytest.raises(optuna.exceptions.StorageInternalError):
         run(small, directory, callbacks=[lose], **settings)
-    assert caught.value.storage == str(directory / "study.db")
     alter("DROP TRIGGER full")
     assert outcomes(run(small, directory, **settings)) == expected
     assert [record.step for record in read(directory, 0, Resumed)] == [1]
@@ -438,7 +395,6 @@ def test_trials_that_a_user_queues_come_first(tmp_path: Path) -> None:
         ),
         ({"storage": "study.db"}, "For a SQLite file write 'sqlite:///study.db'"),
         ({"num_trials": 0}, "num_trials=0: expected an int of at least 1"),
-        ({"jobs": 0}, "jobs=0: expected an int of at least 1"),
         (
             {"run_dir": "runs"},
             "sweep() has no argument 'run_dir'. Besides its own arguments it takes fit's: effective_batch, ",
@@ -480,7 +436,7 @@ def test_a_recipe_that_returns_something_else(tmp_path: Path) -> None:
 
 def test_a_directory_of_another_study_is_refused(tmp_path: Path) -> None:
     run(small, tmp_path, num_trials=1)
-    with pytest.raises(ArgumentError, match="Study 'other' has no trial of its trial-0000. Choose another one."):
+    with pytest.raises(ArgumentError, match="expected that of study 'other', or an empty one for a new study"):
         run(small, tmp_path, num_trials=2, study_name="other")
 
 
@@ -489,10 +445,3 @@ def test_the_directory_of_a_run_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ArgumentError, match="expected a directory that is not that of a run of fit. Pass another one"):
         run(small, tmp_path, num_trials=1)
     assert [path.name for path in tmp_path.iterdir()] == ["history.jsonl"]
-
-
-def test_jobs_that_cannot_be_had(tmp_path: Path) -> None:
-    with pytest.raises(ArgumentError, match="Define the recipe and other functions at the top of a module."):
-        run(lambda: small(), tmp_path, jobs=2)
-    with pytest.raises(ArgumentError, match="pass one that is not in memory"):
-        run(small, tmp_path, jobs=2, storage=optuna.storages.InMemoryStorage())

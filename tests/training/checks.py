@@ -12,7 +12,7 @@ from torch import nn
 from torch.nn.functional import cross_entropy
 
 import autoaccum
-from autoaccum.training.check_report import CheckReport
+from autoaccum.training.check import CheckReport
 from tests.models import classes
 
 DOUBLE = torch.float64

@@ -13,7 +13,7 @@ from torch.nn.functional import cross_entropy, mse_loss
 
 from autoaccum import errors
 from autoaccum.testing import simulated_memory
-from autoaccum.training.check_report import CheckReport, format_error
+from autoaccum.training.check import CheckReport, format_error
 from tests.models import classes, mlp
 from tests.training.checks import DOUBLE, cause, check, linear
 
@@ -57,39 +57,6 @@ class TestWhatIsNamed:
         assert report.error is not None
         assert report.error > 0.01
         assert all(cut.error > report.tolerance for cut in report.cuts)
-
-    @pytest.mark.weighted
-    @pytest.mark.parametrize(
-        ("loss_fn", "is_told"),
-        [
-            (torch.nn.functional.mse_loss, True),
-            (lambda outputs, targets: (outputs - targets).abs().mean(), True),
-            (lambda outputs, targets: (outputs[:, 0] - targets).abs().mean(), None),  # exact
-            (lambda outputs, targets: (outputs - targets[None, :]).abs().mean(), False),  # meant
-            (lambda outputs, targets: (outputs @ targets[None, :]).exp().mean(), False),
-        ],
-    )
-    @pytest.mark.filterwarnings("ignore:Using a target size")
-    def test_outputs_and_targets_that_are_broadcast(self, loss_fn: Any, is_told: bool | None) -> None:
-        torch.manual_seed(0)
-        batch = torch.randn(12, 8, dtype=DOUBLE), torch.randn(12, dtype=DOUBLE)
-        report = check(nn.Linear(8, 1).to(DOUBLE), batch, loss_fn=loss_fn)
-        assert report.passed is (is_told is None)
-        if is_told is not None:
-            assert cause(report).startswith("The loss sets each sample beside all others") is is_told
-
-    @pytest.mark.weighted
-    def test_a_dim_of_as_many_features_as_samples_are_measured_is_no_broadcast(self) -> None:
-        weights = torch.rand(6, dtype=DOUBLE)
-
-        def step(model: nn.Module, batch: Any) -> torch.Tensor:
-            weighted = model(batch[0]) * weights  # (samples, 1) and (6,)
-            return weighted.mean(0).square().sum()
-
-        torch.manual_seed(0)
-        report = check(nn.Linear(8, 1).to(DOUBLE), training_step=step)
-        assert report.passed is False
-        assert not cause(report).startswith("The loss sets each sample beside all others")
 
     @pytest.mark.weighted
     def test_samples_that_are_drawn_by_their_places(self) -> None:

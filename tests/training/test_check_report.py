@@ -8,7 +8,7 @@ import json
 import pytest
 from torch import nn
 
-from autoaccum.training.check_report import CheckedCut, CheckReport, format_error
+from autoaccum.training.check import CheckedCut, CheckReport, format_error
 from tests.models import mlp
 from tests.training.checks import DOUBLE, check
 

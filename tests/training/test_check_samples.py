@@ -14,8 +14,8 @@ from torch.utils.data import DataLoader, TensorDataset, default_collate
 import autoaccum
 from autoaccum import errors
 from tests.models import classes, mlp, noisy
+from tests.step.measuring import Log
 from tests.training.checks import DOUBLE, assert_same, check, everything
-from tests.verification.making import Log
 
 
 class TestWhatIsTaken:

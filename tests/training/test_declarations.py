@@ -1,12 +1,13 @@
-"""Declarations: what is said of an argument once, and how it differs where something else takes it too."""
+"""Declarations: what is read off signatures and docstrings, and the order of checks."""
 
 from __future__ import annotations
 
-from dataclasses import MISSING
+import inspect
+from dataclasses import dataclass
 
 import pytest
 
-from autoaccum.training.declarations import Own, arguments, arguments_of, check, option, values_of
+from autoaccum.training.declarations import arguments_of, check, taking, taking_method, values_of
 
 calls: list[str] = []
 
@@ -18,50 +19,70 @@ def both(low: int, high: int | None) -> int:
     return low if high is None else high - low
 
 
-def named(name: str) -> str:
-    calls.append("named")
-    return name.upper()
+def alone(name: str, value: str) -> None:
+    calls.append(f"{name} {value}")
 
 
-@arguments
+def made(low: int, *, high: int | None = None, **rest: int) -> None:
+    """Make a range.
+
+    Args:
+        low: where it begins, which
+            is part of it.
+        high: where it ends: (low, high).
+        **rest: any others.
+
+    Returns:
+        nothing: of it.
+    """
+
+
+@dataclass
 class Range:
-    low: int = option("where it begins.", check=both, is_positional=True, probe=Own())
-    high: int | None = option("where it ends.", default=None, check=both, decides="budget")
-    name: str = option(
-        "of the range.",
-        default="a",
-        check=named,
-        probe=Own(text="of the probe.", annotation="str | None", default=MISSING, is_positional=True),
+    low: int
+    high: int | None = None
+
+
+class Taker:
+    @taking_method(Range)
+    def __init__(self, *args: int, **kwargs: int) -> None:
+        self.range = Range(*args, **kwargs)
+
+
+def test_an_argument_has_what_signature_and_docstring_say_of_it() -> None:
+    low, high, rest = arguments_of(made).values()
+    assert (low.name, low.type, low.is_required) == ("low", int, True)
+    assert low.text == "where it begins, which is part of it."
+    assert (high.default, high.text, high.type, high.is_required) == (
+        None,
+        "where it ends: (low, high).",
+        int | None,
+        False,
     )
+    assert rest.text == "any others."
 
 
-def test_an_argument_has_what_was_said_of_it() -> None:
-    low, high, name = arguments_of(Range).values()
-    assert (low.name, low.annotation, low.is_required, low.is_positional) == ("low", "int", True, True)
-    assert (high.default, high.text, high.decides, high.type) == (None, "where it ends.", "budget", int | None)
-    assert (name.is_positional, name.decides, name.in_sweeps, name.is_rest) == (False, "how", "searched", False)
+@taking(Range)
+def ranged(*args: int, **kwargs: int) -> Range:
+    return Range(*args, **kwargs)
 
 
-def test_others_take_those_that_they_share_as_they_say() -> None:
-    assert arguments_of(Range, "accumulator") == {}
-    low, name = arguments_of(Range, "probe").values()
-    assert low == arguments_of(Range)["low"]
-    assert (name.text, name.type, name.is_required, name.is_positional) == ("of the probe.", str | None, True, True)
-    assert name.check is named
+def test_a_function_and_a_method_take_what_a_class_takes() -> None:
+    assert list(inspect.signature(ranged).parameters) == ["low", "high"]
+    assert values_of(ranged(1, high=2)) == {"low": 1, "high": 2}
+    assert list(inspect.signature(Taker).parameters) == ["low", "high"]
+    assert values_of(Taker(1, high=2).range) == {"low": 1, "high": 2}
+    with pytest.raises(TypeError, match="more"):
+        Taker(1, more=2)  # type: ignore[call-arg]
 
 
-def test_a_required_argument_is_required_of_the_object_too() -> None:
-    with pytest.raises(TypeError, match="low"):
-        Range()  # type: ignore[call-arg]
-    assert values_of(Range(low=1)) == {"low": 1, "high": None, "name": "a"}
-
-
-def test_each_check_is_made_once_in_the_order_that_is_asked_for() -> None:
+def test_each_argument_is_checked_first_and_then_those_that_go_together() -> None:
     calls.clear()
-    checked = check(arguments_of(Range), (named, both, len), low=2, high=5, name="b")
-    assert calls == ["named", "both"]
-    assert (checked[named], checked[both]) == ("B", 3)
+    checked = check({"low": 2, "high": 5, "name": "b"}, {"name": alone}, (both,))
+    assert calls == ["name b", "both"]
+    assert checked[both] == 3
 
 
-def test_what_a_caller_does_not_take_is_none() -> None:
-    assert check(arguments_of(Range, "probe"), (both, named), low=2, name="b")[both] == 2
+def test_what_a_caller_does_not_take_is_none_and_its_checks_are_not_made() -> None:
+    assert check({"low": 2}, {"name": alone}, (both,))[both] == 2
+    assert check({"high": 2}, {}, (both,)).get(both) is None

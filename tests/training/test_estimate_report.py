@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from autoaccum.training.estimate_report import MOST, Estimate, EstimateParts
+from autoaccum.training.estimate import MOST, Estimate, EstimateParts
 
 GIB = 2**30
 PARTS = EstimateParts(parameters=GIB, gradients=GIB, optimizer=2 * GIB, activations_per_sample=GIB // 2, working=GIB)

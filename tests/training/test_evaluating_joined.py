@@ -5,8 +5,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from autoaccum.training.evaluating_joined import JoinedEvaluations
-from autoaccum.window.split_calls import Layout
+from autoaccum.step.split_calls import Layout
+from autoaccum.training.validation import JoinedEvaluations
 
 
 def model() -> nn.Sequential:

@@ -15,8 +15,8 @@ from torch.nn.utils.rnn import pack_sequence
 from autoaccum.data.splits import Automatic, packed
 from autoaccum.errors import ArgumentError
 from autoaccum.memory.fake import Fakes
-from autoaccum.training.check_samples import open_samples
-from autoaccum.training.fake_copies import FakeCopies, FakeSamples
+from autoaccum.training.check import open_samples
+from autoaccum.training.fake_steps import FakeCopies, FakeSamples
 from tests.models import mlp, noisy
 
 CPU = torch.device("cpu")

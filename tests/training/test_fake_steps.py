@@ -11,10 +11,9 @@ from torch.nn.functional import mse_loss
 
 from autoaccum.data.splits import Automatic
 from autoaccum.memory.fake import Fakes
-from autoaccum.training.check_samples import open_samples
-from autoaccum.training.fake_copies import FakeSamples
-from autoaccum.training.fake_steps import FakeStep
-from autoaccum.window.blocks import OFF
+from autoaccum.step.checkpointing import OFF
+from autoaccum.training.check import open_samples
+from autoaccum.training.fake_steps import FakeSamples, FakeStep
 
 CPU = torch.device("cpu")
 

@@ -9,8 +9,8 @@ import torch
 from torch import nn
 
 from autoaccum.errors import ArgumentError
-from autoaccum.training.followed import Followed
-from tests.training.test_together import Alone
+from autoaccum.training.rank_sync import Followed
+from tests.training.test_rank_sync import Alone
 
 
 class TestFollowed:

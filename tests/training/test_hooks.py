@@ -17,8 +17,8 @@ from autoaccum.callbacks import EMA, ReduceOnPlateau
 from autoaccum.errors import ArgumentTypeError, AutoaccumError, AutoaccumWarning, CheckpointCorruptError
 from autoaccum.events import Finished, Started
 from autoaccum.training.hooks import Hooks, Ready
+from tests.distributed.launching import launch
 from tests.models import classes, mlp
-from tests.ranks.launching import launch
 
 
 def fit(**options: Any) -> autoaccum.FitResult:

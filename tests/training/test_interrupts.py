@@ -16,7 +16,7 @@ from autoaccum.cli import app as cli
 from autoaccum.events import Finished, StepReport
 from autoaccum.runs import checkpoint
 from autoaccum.runs.records import HISTORY, read_records
-from autoaccum.training.interrupts import CLUSTERS, interrupt_calls
+from autoaccum.training.trainer import CLUSTERS, interrupt_calls
 from tests.processes import in_turn
 
 

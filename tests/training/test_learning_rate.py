@@ -1,4 +1,4 @@
-"""The learning rate: schedulers by windows and by samples, and its scaling with the effective batch."""
+"""The learning rate: schedulers by windows, and its scaling with the effective batch."""
 
 from __future__ import annotations
 
@@ -13,7 +13,6 @@ from torch.nn.functional import mse_loss
 from torch.optim.lr_scheduler import (
     CosineAnnealingLR,
     ExponentialLR,
-    LambdaLR,
     LRScheduler,
     OneCycleLR,
     ReduceLROnPlateau,
@@ -21,7 +20,7 @@ from torch.optim.lr_scheduler import (
 
 import autoaccum
 from autoaccum.errors import ArgumentError, ArgumentTypeError
-from autoaccum.schedules import NoiseScale, Progress
+from autoaccum.schedules import NoiseScale
 from autoaccum.training.learning_rate import LearningRate
 
 
@@ -35,10 +34,8 @@ def learning_rate(optimizer: torch.optim.Optimizer | None = None, **options: Any
     defaults: dict[str, Any] = {
         "lr_scheduler": None,
         "num_steps": 10,
-        "most_samples": 80,
         "lr_scaling": "none",
         "base_batch": None,
-        "first_batch": 8,
     }
     return LearningRate(optimizer or sgd(), **{**defaults, **options})
 
@@ -117,9 +114,7 @@ class TestScaling:
 
 class TestSchedulers:
     @pytest.mark.parametrize("budget", [{"epochs": 3}, {"steps": 29}, {"samples": 333}])
-    @pytest.mark.parametrize(
-        "schedule", ["7, 5:31", "linear 3:40 over 200s", "double 10:80 every 1e", "geometric 50:5 over 9"]
-    )
+    @pytest.mark.parametrize("schedule", ["7, 5:31", "linear 3:40 over 200s", "geometric 50:5 over 9"])
     def test_one_cycle_ends_with_the_run(self, schedule: str, budget: dict[str, int]) -> None:
         """It raises on a step too many; with one too few its last rate would not be the lowest."""
         result = fit(schedule, lr_scheduler=lambda o, n: OneCycleLR(o, 1.0, n), **budget)
@@ -137,33 +132,6 @@ class TestSchedulers:
         result = fit(lambda progress: 5 + progress.step, lr_scheduler=make, epochs=2)
         assert told == [result.num_steps]
 
-    def test_samples_are_counted_where_steps_cannot_be(self) -> None:
-        """The schedule doubles when the loss is reported: after the same samples the rate is the same."""
-
-        def doubles(progress: Progress) -> int:
-            return 16 if progress.reports else 4
-
-        told: list[int] = []
-
-        def make(optimizer: torch.optim.Optimizer, num_steps: int) -> LRScheduler:
-            told.append(num_steps)
-            return LambdaLR(optimizer, lambda step: 1 - step / num_steps)
-
-        result = fit(doubles, lr_scheduler=make, epochs=2, base_batch=8)
-        assert told == [40]
-        seen = [0, *(report.num_samples for report in result.history[:-1])]
-        assert [report.lr for report in result.history] == pytest.approx([1 - samples // 8 / 40 for samples in seen])
-
-    def test_they_are_counted_by_the_first_batch_unless_told(self) -> None:
-        told: list[int] = []
-
-        def make(optimizer: torch.optim.Optimizer, num_steps: int) -> LRScheduler:
-            told.append(num_steps)
-            return OneCycleLR(optimizer, 1.0, num_steps)  # raises on a step too many
-
-        fit(NoiseScale(4, 64, patience=2), lr_scheduler=make, epochs=3)
-        assert told == [120]
-
     def test_a_budget_in_steps_is_a_number_of_steps(self) -> None:
         told: list[int] = []
 
@@ -177,7 +145,7 @@ class TestSchedulers:
     def test_a_window_without_a_step_of_the_optimizer_counts(self) -> None:
         optimizer = sgd()
         rate = learning_rate(optimizer, lr_scheduler=lambda o, n: ExponentialLR(o, 0.5))
-        rate.advance(8, stepped=False)
+        rate.advance(stepped=False)
         assert optimizer.param_groups[0]["lr"] == 0.25
 
 
@@ -191,9 +159,9 @@ class TestErrors:
             ({"base_batch": 8}, "base_batch", "lr_scaling beside it"),
             ({"lr_scheduler": lambda o, n: ReduceLROnPlateau(o)}, "lr_scheduler", "needs no metric.*ReduceOnPlateau"),
             (
-                {"lr_scheduler": ExponentialLR, "num_steps": None, "most_samples": None},
+                {"lr_scheduler": ExponentialLR, "num_steps": None},
                 "lr_scheduler",
-                "a budget in steps or samples",
+                "a budget in steps where",
             ),
         ],
     )

@@ -13,7 +13,7 @@ from torch.nn.functional import mse_loss
 import autoaccum
 from autoaccum import Accumulator, errors
 from autoaccum.events import Notice, OutOfMemory, Verified
-from autoaccum.schedules import Doubling, Function, Linear, Milestones, NoiseScale
+from autoaccum.schedules import Function, Linear, Milestones, NoiseScale
 from autoaccum.testing import oom_at, simulated_memory
 from tests.models import classes, mlp, wide
 
@@ -96,11 +96,6 @@ class TestNoForwardHasFewer:
             model.train(is_training)
             accumulator.step(data(11))
             assert min(accumulator.micro_batches) >= 3
-
-    def test_where_lazy_layers_are_built(self) -> None:
-        step = Picky(4)
-        fit(step, model=nn.Sequential(nn.LazyLinear(8), nn.LazyLinear(3)).double(), min_micro_batch=4)
-        assert min(step.sizes) == 4
 
     def test_but_that_of_a_short_window_which_is_run_whole(self) -> None:
         step = Picky(1)
@@ -235,10 +230,9 @@ class TestArguments:
         smallest = [
             Linear(64, 8, over=3),
             Milestones(16, {3: 4, 5: 32}),
-            Doubling(2, 64, every=1),
             NoiseScale(min=4, max=9),
         ]
-        assert [schedule.smallest for schedule in smallest] == [8, 4, 2, 4]
+        assert [schedule.smallest for schedule in smallest] == [8, 4, 4]
         assert Function(lambda progress: 3).smallest is None
         result = fit(Picky(1), min_micro_batch=5, effective_batch=lambda progress: 3, steps=2)
         assert [report.micro_batches for report in result.history] == [(3,), (3,)]

@@ -14,7 +14,7 @@ import autoaccum
 from autoaccum.callbacks import EMA
 from autoaccum.errors import ArgumentError
 from autoaccum.events import StepReport, Validated
-from autoaccum.training import modes
+from autoaccum.training import optimizer_attributes
 from tests.models import classes, mlp
 
 
@@ -142,20 +142,23 @@ def test_averages_are_of_what_is_evaluated() -> None:
 
 def test_modes_are_left_alone_once_a_run_has_ended() -> None:
     result, _ = train()
-    with modes.evaluating(result.optimizer):
+    with optimizer_attributes.evaluating(result.optimizer):
         pass
     assert not result.optimizer.param_groups[0]["is_training"]
-    assert modes.evaluated_weights(result.model, result.optimizer).keys() == result.model.state_dict().keys()
+    assert (
+        optimizer_attributes.evaluated_weights(result.model, result.optimizer).keys()
+        == result.model.state_dict().keys()
+    )
 
 
 def test_tied_weights_are_saved_as_one() -> None:
     model = mlp()
     model.again = model[0]
     optimizer = ScheduleFree(model.parameters())
-    modes.into_training(optimizer)
-    found = modes.evaluated_weights(model, optimizer)
+    optimizer_attributes.into_training(optimizer)
+    found = optimizer_attributes.evaluated_weights(model, optimizer)
     assert found["again.weight"] is found["0.weight"]
-    assert not modes.has_modes(torch.optim.SGD(model.parameters(), lr=0.1))
+    assert not optimizer_attributes.has_modes(torch.optim.SGD(model.parameters(), lr=0.1))
 
 
 def test_one_that_hands_its_modes_on_to_an_optimizer_without_them_is_refused() -> None:

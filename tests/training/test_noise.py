@@ -12,7 +12,7 @@ from torch import nn
 from torch.nn.functional import cross_entropy
 
 import autoaccum
-from autoaccum.planning.noise_windows import is_due, worth
+from autoaccum.planning.noise import is_due, worth
 
 
 def fit(steps: int = 60, **options: Any) -> Any:

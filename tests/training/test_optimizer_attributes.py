@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import io
+import itertools
 import random
 from pathlib import Path
 from typing import Any
@@ -56,6 +58,51 @@ class Loses(Decays):
         super().step(closure)
         self.tracker.count += 1
         self.by_id = {id(p): self.taken for p in self.parameters}
+
+
+class Slots:
+    __slots__ = ("__count", "unset")
+
+    def __init__(self) -> None:
+        self.__count = 0
+
+    def add(self) -> None:
+        self.__count += 1
+
+
+class Hides(Decays):
+    """Counts where neither attributes nor containers show it."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params)
+        self.slots, self.numbers, self.yielded = Slots(), itertools.count(), (number for number in range(99))
+        self.counts, self.counts_in_a_list = counting(), counting_in_a_list()
+        # None of these changes.
+        self.other_slots, self.other_function, self.given, self.log = Slots(), counting(), params, io.StringIO()
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        super().step(closure)
+        self.slots.add()
+        next(self.numbers), next(self.yielded), self.counts(), self.counts_in_a_list()
+
+
+def counting() -> Any:
+    count = 0
+
+    def more() -> None:
+        nonlocal count
+        count += 1
+
+    return more
+
+
+def counting_in_a_list() -> Any:
+    count = [0]
+
+    def more() -> None:
+        count[0] += 1
+
+    return more
 
 
 def train(kind: Any, **options: Any) -> tuple[Any, torch.Tensor]:
@@ -154,6 +201,12 @@ def test_what_cannot_be_saved_is_announced_after_the_first_step(tmp_path: Path) 
     assert told.count("Notice") == 1
     assert told.index("Notice") < told.index("StepReport") + 4
     assert result.num_steps == 8
+
+
+def test_what_lies_hidden_is_announced_too(tmp_path: Path) -> None:
+    hidden = "slots, numbers, yielded, counts, counts_in_a_list"
+    with pytest.warns(autoaccum.AutoaccumWarning, match=f"Hides changes {hidden} of its own"):
+        train(Hides, run_dir=tmp_path)
 
 
 def test_what_an_optimizers_own_state_dict_has_is_not_announced(tmp_path: Path) -> None:

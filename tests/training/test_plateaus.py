@@ -197,29 +197,18 @@ class TestNames:
             verify=False, validation_data=classes(8), callbacks=[count, make(metric=metric, mode="max")], **{**given, **options},
         )  # fmt: skip
 
-    @pytest.mark.parametrize("make", [EarlyStopping, ReduceOnPlateau])
-    @pytest.mark.parametrize("loss_fn", [cross_entropy, torch.nn.CrossEntropyLoss()])
-    def test_before_training_where_nothing_can_stand_beside_the_loss(self, make: Any, loss_fn: Any) -> None:
-        windows: list[int] = []
-        with pytest.raises(
-            ArgumentError, match=r"^metric='accuracy': expected one of acc, loss, .* Did you mean acc\?"
-        ):
-            self.run("accuracy", windows, make, loss_fn=loss_fn, metrics={"acc": accuracy})
-        assert windows == []
-
     @pytest.mark.parametrize(
-        ("options", "names", "meant"),
+        ("options", "names"),
         [
-            ({"loss_fn": loss_beside}, "acc, loss", "acc"),
-            ({"loss_fn": two_losses, "metrics": {"accurate": accuracy}}, "accurate, loss, loss/first", "accurate"),
-            ({"training_step": in_eval_mode_alone}, "acc, loss", "acc"),
+            ({"metrics": {"acc": accuracy}}, "acc, loss"),
+            ({"loss_fn": loss_beside}, "acc, loss"),
+            ({"loss_fn": two_losses, "metrics": {"accurate": accuracy}}, "accurate, loss, loss/first"),
+            ({"training_step": in_eval_mode_alone}, "acc, loss"),
         ],
     )
-    def test_the_first_validation_shows_what_does(self, options: Any, names: str, meant: str) -> None:
+    def test_the_first_validation_shows_what_does(self, options: Any, names: str) -> None:
         windows: list[int] = []
-        with pytest.raises(
-            ArgumentError, match=rf"^metric='accuracy': expected one of {names}.* Did you mean {meant}\?"
-        ):
+        with pytest.raises(ArgumentError, match=rf"^metric='accuracy': expected one of {names}"):
             self.run("accuracy", windows, **options)
         assert windows == [1, 2, 3, 4]
 

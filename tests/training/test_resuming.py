@@ -25,7 +25,6 @@ from autoaccum.errors import StopTraining
 from autoaccum.events import Notice, Planned, Resumed, StepReport, StepSkipped, Validated
 from autoaccum.memory.clock import ManualClock
 from autoaccum.testing import manual_clock, simulated_memory
-from autoaccum.training.pace import Sizes
 from autoaccum.training.trainer import FitResult, Trainer
 from tests.devices import DEVICE
 from tests.models import classes, mlp, noisy, relative_error, wide
@@ -170,11 +169,6 @@ class Tied(nn.Module):
         return self.head(self.second(self.first(inputs).tanh()))
 
 
-def lazy() -> nn.Module:
-    torch.manual_seed(0)
-    return nn.Sequential(nn.LazyLinear(6), nn.LazyBatchNorm1d(), nn.Dropout(0.2), nn.LazyLinear(3))
-
-
 class InFloat32(torch.optim.Optimizer):
     """Momentum in more bits than the parameters have."""
 
@@ -220,7 +214,7 @@ TRAINED: dict[str, Make] = {
         "lr_scheduler": lambda optimizer, steps: OneCycleLR(optimizer, 0.2, steps),
     },
     "ramp by samples": lambda: {"effective_batch": "linear 4:16 over 60s", "epochs": 2, "optimizer": fused},
-    "doubling by epochs": lambda: {"effective_batch": "double 8:32 every 1e", "epochs": 3, "lr": 0.01},
+    "more by epochs": lambda: {"effective_batch": "8, 1e:16, 2e:32", "epochs": 3, "lr": 0.01},
     "noise scale": lambda: {"effective_batch": "noise 6:40 smoothing 0.5 patience 2", "epochs": 3, "lr": 0.01},
     "measured noise": lambda: {"noise_scale": True, "lr": 0.01},
     "fused": lambda: {"model": noisy(), "optimizer": fused, "epochs": 2},
@@ -240,7 +234,6 @@ TRAINED: dict[str, Make] = {
     "hidden buffers": lambda: {"model": Changing(persistent=False), "optimizer": momentum},
     "diverges": lambda: {"optimizer": lambda params: torch.optim.SGD(params, lr=1e38)},
     "tied": lambda: {"model": Tied(), "optimizer": fused},
-    "lazy": lambda: {"model": lazy(), "optimizer": momentum},
 }
 
 
@@ -254,7 +247,7 @@ def test_what_is_trained_does_what_it_is_there_for() -> None:
     assert len(sizes) > 2
 
 
-@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:.*torch.jit")
 def test_torchscript(tmp_path: Path) -> None:
     """Whose buffers are in no dict."""
 
@@ -409,7 +402,7 @@ def test_what_came_after_the_checkpoint_is_done_again(every: int | str, tmp_path
         pass
 
     whole = everything(fit(**make()))
-    for step in range(1, 9):
+    for step in (1, 4, 8):
         place = tmp_path / str(step)
 
         def die(record: Any, step: int = step) -> None:
@@ -561,20 +554,6 @@ def test_a_lower_limit_is_heeded_from_the_first_window(tmp_path: Path) -> None:
     assert all(report.peak_bytes <= report.limit_bytes == 500 * 1024 for report in result.history[4:])
 
 
-# Small change.
-
-
-def test_of_windows() -> None:
-    sizes = Sizes()
-    assert not sizes
-    assert sizes.runs() == []
-    for size in (8, 8, 5, 8):
-        sizes.append(size)
-    assert sizes.runs() == [(8, 2), (5, 1), (8, 1)]
-    assert (list(sizes), sizes.last, bool(sizes)) == ([8, 8, 5, 8], 8, True)
-    assert list(Sizes(sizes.runs())) == [8, 8, 5, 8]
-
-
 # Nothing that changes in a run is forgotten.
 
 NOT_KEPT = {
@@ -583,8 +562,6 @@ NOT_KEPT = {
     "Stepper._has_stepped": "whether a step of this process has ended well",
     "Strays.windows": "whose steps are watched: those of this process",
     # Of this process alone.
-    "Shortages._looks": "what is written of them is in files",
-    "Shortages._seen": "of the last error, until its event is told",
     "Trainer._callbacks": "those that were passed; what they keep is saved by Hooks",
     "Trainer._resumed": "an event of the process that goes on",
     "Trainer._ran": "told again by the reports that are kept",
@@ -623,7 +600,7 @@ NOT_KEPT = {
     "Fastest._broken_off": "goes with it",
     "Fastest._not_full": "goes with it",
     "Fastest.checks": "goes with it",
-    "Fastest._rises": "goes with it",
+    "Fastest.rises": "goes with it",
     # What only makes a run fast, or is read anew.
     "JoinableTransaction.scaler": "has a state_dict of its own, which is kept",
     "JoinableTransaction._nodes": "of the window that runs",
@@ -644,11 +621,7 @@ NOT_KEPT = {
     "Tally._num_samples": "of the window that runs",
     "Named._num_samples": "of the window that runs",
     "Tally._counts": "of the window that runs",
-    "Tally._guess": "of the window that runs",
-    "Stepper._is_counted": "shown anew by the next step",
-    "Writes._before": "taken before each step",
-    "Writes._gradients": "taken before each step",
-    "Writes._places": "found anew when the state is another",
+    "Tally.guess": "of the window that runs",
     "Tuner._last_cut": "a cache of the last cut",
     "Trials._done": "of the window that is validated",
     "Snapshot._copies": "taken before each window",
@@ -679,7 +652,8 @@ def looks(value: Any, depth: int = 0) -> Any:
         return sorted(str(looks(entry, depth + 1)) for entry in value)
     if hasattr(value, "__iter__") and hasattr(value, "__len__"):
         return [looks(entry, depth + 1) for entry in value]
-    entries = getattr(value, "__dict__", {})
+    entries = dict(getattr(value, "__dict__", {}))
+    entries.pop("_optimizer_step_pre_hooks", None)  # which PyTorch numbers over all optimizers of the process
     return type(value).__name__, {name: looks(entry, depth + 1) for name, entry in entries.items()}
 
 

@@ -65,7 +65,7 @@ def test_the_older_checkpoint_is_gone_on_from_with_a_notice(tmp_path: Path) -> N
     others["trained"] = json.loads((tmp_path / "config.json").read_text())["trained"]
     shutil.rmtree(tmp_path / "checkpoints" / "step-00000003")
     writer = Checkpoints(tmp_path / "checkpoints")
-    writer.save(step=3, weights=weights, state=others, background=False)
+    writer.save(step=3, weights=weights, state=others)
     writer.close()
     with pytest.warns(AutoaccumWarning, match="step-00000003: optimizer cannot be put back"):
         result = fit(tmp_path, **OPTIONS)
@@ -100,9 +100,9 @@ def test_the_cause_is_kept_where_no_checkpoint_is_left(tmp_path: Path) -> None:
     assert caught.value.__cause__.__traceback__ is None, "its frames hold what was read"
 
 
-@pytest.mark.parametrize("limit", [90_000, 130_000])
+@pytest.mark.parametrize("limit", [90_000, 105_000])
 def test_memory_that_runs_out_makes_no_checkpoint_corrupt(limit: int, tmp_path: Path) -> None:
-    """At the first limit the file cannot be read, at the second what is in it cannot be copied."""
+    """At the second limit all but the last thousand bytes of it can be read."""
 
     def wide() -> torch.nn.Module:
         torch.manual_seed(0)

@@ -96,7 +96,7 @@ def test_metrics_that_are_modules_are_moved_too() -> None:
 def test_there_is_nothing_to_validate_or_to_recall_where_it_was_not_asked_for() -> None:
     arguments, place, nothing = given(cache=False), setup.place_of("cpu", None), lambda record: None
     checked = arguments.check()
-    optimizer, _ = setup.build(arguments, checked, place, setup.open_data(arguments, place), 1)
+    optimizer, _ = setup.build(arguments, place, 1)
     step = setup.step_of(arguments, checked, place, arguments.model, optimizer, 6, nothing, noise_scale=False)
     assert optimizer.state[next(arguments.model.parameters())], "it is allocated"
     assert step.tuner.searching

@@ -5,9 +5,9 @@ from __future__ import annotations
 from types import SimpleNamespace
 from typing import Any
 
+from autoaccum.distributed.balance import Stint
 from autoaccum.events import Shared
-from autoaccum.ranks.balance import Stint
-from autoaccum.training.sharing import Sharing
+from autoaccum.training.rank_sync import Sharing
 
 
 def sharing(**options: Any) -> Sharing:

@@ -14,7 +14,7 @@ from torch.utils.data import default_collate
 
 from autoaccum import Accumulator
 from autoaccum.errors import ArgumentTypeError, EmptyDatasetError
-from autoaccum.training.step_samples import StepSamples
+from autoaccum.training.accumulator import StepSamples
 from tests.devices import DEVICE, there
 
 HERE = torch.device(DEVICE)

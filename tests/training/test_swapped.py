@@ -35,11 +35,6 @@ def step(batch: Any, model: nn.Module) -> torch.Tensor:
     return mse_loss(model(inputs), targets)
 
 
-def unnamed(x: Any, y: Any) -> torch.Tensor:
-    inputs, targets = x
-    return mse_loss(y(inputs), targets)
-
-
 def accumulate(model: nn.Module, data: Any, training_step: Any) -> torch.Tensor:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     return autoaccum.Accumulator(model, optimizer, training_step=training_step).step(data)
@@ -61,7 +56,7 @@ ENTRIES: dict[str, Callable[..., Any]] = {
 
 
 @pytest.mark.parametrize("name", ENTRIES)
-@pytest.mark.parametrize("kind", ["named", "bound", "unbound", "unnamed"])
+@pytest.mark.parametrize("kind", ["named", "bound", "unbound"])
 def test_the_order_is_named_and_the_fix_works(name: str, kind: str) -> None:
     model = Module()
     given, found, cure = {
@@ -76,15 +71,8 @@ def test_the_order_is_named_and_the_fix_works(name: str, kind: str) -> None:
             "takes (self, batch, batch_idx), but autoaccum calls training_step(model, batch).",
             "model.training_step(batch, 0)",
         ),
-        "unnamed": (
-            unnamed,
-            "got the model first, as autoaccum calls training_step(model, batch), and failed: cannot unpack "
-            "non-iterable Module object.",
-            "unnamed(batch, model)",
-        ),
     }[kind]
     trained: nn.Module = model if "bound" in kind else nn.Linear(3, 1)
-    found = found.replace("Module object", f"{type(trained).__name__} object")
     with pytest.raises(ArgumentTypeError) as caught:
         ENTRIES[name](trained, DATA, training_step=given)
     fix = f"training_step=lambda model, batch: {cure}"
@@ -99,12 +87,6 @@ def test_a_lambda_has_no_name_to_call() -> None:
         ENTRIES["fit"](model, DATA, training_step=lambda batch, batch_idx: mse_loss(model(batch[0]), batch[1]))
     assert str(caught.value) == (
         f"training_step takes (batch, batch_idx), but autoaccum calls training_step(model, batch). {told}"
-    )
-    with pytest.raises(ArgumentTypeError) as caught:
-        ENTRIES["fit"](model, DATA, training_step=lambda a, b: a["x"] * b)
-    assert str(caught.value) == (
-        "training_step got the model first, as autoaccum calls training_step(model, batch), and failed: 'Linear' object "
-        f"is not subscriptable. {told}"
     )
     assert ENTRIES["fit"](model, DATA, training_step=lambda m, pair: mse_loss(m(pair[0]), pair[1])).num_steps == 2
 
@@ -161,15 +143,3 @@ def adapted(other: Callable[..., Any]) -> Callable[..., Any]:
 @pytest.mark.parametrize("given", [of_other_names, of_odd_names, adapted(step)])
 def test_a_call_that_works_is_not_refused_by_its_names(given: Callable[..., Any]) -> None:
     ENTRIES["fit"](nn.Linear(3, 1), DATA, given)
-
-
-def test_an_object_that_the_model_holds_is_not_taken_for_the_model() -> None:
-    class MyLinear:
-        pass
-
-    def of_object(model: nn.Module, batch: Any) -> torch.Tensor:
-        return mse_loss(model(batch[0]), batch[1]) * MyLinear()["weight"]  # type: ignore[index]
-
-    with pytest.raises(TypeError, match="'MyLinear' object is not subscriptable") as raised:
-        ENTRIES["fit"](nn.Linear(3, 1), DATA, of_object)
-    assert not isinstance(raised.value, ArgumentTypeError)

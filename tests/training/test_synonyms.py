@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader, TensorDataset
 import autoaccum
 from autoaccum.callbacks import EarlyStopping
 from autoaccum.errors import ArgumentTypeError
-from autoaccum.training.synonyms import ELSEWHERE, REMOVED, answering
+from autoaccum.training.synonyms import ELSEWHERE, answering
 
 DATA = torch.randn(8, 4), torch.randint(0, 2, (8,))
 
@@ -154,13 +154,6 @@ def test_there_are_twenty_names_and_none_is_ours() -> None:
     assert not set(inspect.signature(autoaccum.fit).parameters) & set(ELSEWHERE)
 
 
-@pytest.mark.parametrize("argument", REMOVED)
-@pytest.mark.parametrize("name", ["fit", "check", "Accumulator"])
-def test_a_removed_argument_says_what_to_do_now(name: str, argument: str) -> None:
-    with pytest.raises(ArgumentTypeError, match=rf"^{name}\(\) has no argument '{argument}'\. (Leave|Compute) it "):
-        getattr(autoaccum, name)(torch.nn.Linear(2, 2), **{argument: "window"})
-
-
 def test_signatures_are_as_without() -> None:
     def function(model: object, *, rate: float = 1.0) -> str:
         return f"{model} {rate}"
@@ -197,3 +190,17 @@ def test_a_step_is_given_one_batch(call: str) -> None:
     with pytest.raises(TypeError, match="positional argument") as caught:
         getattr(other, call)(DATA)
     assert not isinstance(caught.value, autoaccum.AutoaccumError), "what the loss itself raises is its own"
+
+
+@pytest.mark.parametrize(
+    ("function", "given", "missing"),
+    [
+        (autoaccum.fit, {"effective_batch": 4}, "data"),
+        (autoaccum.Trainer, {"effective_batch": 4}, "data"),
+        (autoaccum.Accumulator, {}, "optimizer"),
+        (autoaccum.probe, {}, "data"),
+    ],
+)
+def test_what_is_missing_is_missing_in_the_call_that_was_made(function: Any, given: Any, missing: str) -> None:
+    with pytest.raises(TypeError, match=rf"^{function.__name__}\(\) missing .*'{missing}'"):
+        function(nn.Linear(2, 2), **given)

@@ -554,9 +554,9 @@ class TestPast:
     @pytest.mark.parametrize("options", [{"cache": False}, {"micro_batch": 4}])
     def test_without_it_or_without_a_search_nothing_is_kept_or_recalled(self, options: dict[str, Any]) -> None:
         self.trainer(**options).fit()
-        assert Past().entries() == []
+        assert Past().files() == []
         self.trainer().fit()
-        assert len(Past().entries()) == 1
+        assert len(Past().files()) == 1
         again = self.trainer(**options)
         again.fit()
         assert again._tuner.past == ()
@@ -568,8 +568,7 @@ class TestPast:
 
         with pytest.raises(RuntimeError, match="mine"):
             self.trainer(callbacks=[fail]).fit()
-        (entry,) = Past().entries()
-        assert (entry.model, entry.device.split()[0]) == ("Sequential", "cpu")
+        assert len(Past().files()) == 1
 
     def test_a_model_that_cannot_say_what_it_is_trains_without(self) -> None:
         class Mute(nn.Linear):
@@ -578,7 +577,7 @@ class TestPast:
 
         model = Mute(8, 3)
         assert self.trainer(model=model).fit().num_steps == 4
-        assert Past().entries() == []
+        assert Past().files() == []
 
     def test_looking_at_the_shapes_changes_no_number(self) -> None:
         with_past = fit(noisy(), cache=True, effective_batch=4, epochs=2)

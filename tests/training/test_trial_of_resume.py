@@ -12,7 +12,7 @@ from torch.nn.functional import cross_entropy
 
 import autoaccum
 from autoaccum.events import Notice
-from autoaccum.training import trial_of_resume
+from autoaccum.training import saving
 from tests.models import classes, mlp
 
 DATA = classes(12)
@@ -123,7 +123,7 @@ def test_it_leaves_no_mark(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def test_nothing_is_tried_where_there_is_no_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(trial_of_resume, "_TIMES", 2**60)
+    monkeypatch.setattr(saving, "_TIMES", 2**60)
     assert not [event for event in train(tmp_path, Refuses).events if isinstance(event, Notice)]
 
 

@@ -22,18 +22,18 @@ from autoaccum.data import randomness
 from autoaccum.data.sources import open_source
 from autoaccum.errors import DataError, NothingFitsError
 from autoaccum.events import Event, Notice, OutOfMemory, Resumed, Validated
-from autoaccum.loss.functions import loss_function
 from autoaccum.memory.devices import memory_of
 from autoaccum.memory.limit import Limit
 from autoaccum.planning.limits import Limits
+from autoaccum.step.job import autocast
+from autoaccum.step.loss_functions import loss_function
+from autoaccum.step.snapshot import Snapshot
 from autoaccum.testing import simulated_memory
 from autoaccum.training.hooks import Ready
 from autoaccum.training.validation import Validator
-from autoaccum.window.precision import autocast
-from autoaccum.window.snapshot import Snapshot
 from tests.devices import DEVICE, there
 from tests.models import classes, mlp, noisy, same, state_of, wide
-from tests.window.making import Within
+from tests.step.making import Within
 
 HERE = torch.device(DEVICE)
 IGNORED = -100
@@ -550,19 +550,20 @@ def test_a_loss_by_name_that_is_left_alone_is_still_that_one(by_user: bool) -> N
     assert of_all(result) == pytest.approx([whole] * 2)
 
 
-def test_errors_of_its_data_name_them() -> None:
+def test_an_error_of_its_data_says_that_it_is_of_them() -> None:
     inputs, targets = classes(8)
-    with pytest.raises(DataError, match=r"^validation_data: the tensor .1. of a batch is of float32") as raised:
+    with pytest.raises(RuntimeError, match="expected target dtype") as raised:
         autoaccum.fit(
             mlp(), (inputs, targets), effective_batch=4, loss_fn=cross_entropy, device="cpu", progress=False,
             validation_data=(inputs, targets.float()),
         )  # fmt: skip
-    assert isinstance(raised.value.__cause__, DataError)
-    with pytest.raises(DataError, match=r"^data: the tensor .1. of a batch is of float32"):
+    assert "They are samples of validation_data." in raised.value.__notes__
+    with pytest.raises(RuntimeError, match="expected target dtype") as raised:
         autoaccum.fit(
             mlp(), (inputs, targets.float()), effective_batch=4, loss_fn=cross_entropy, device="cpu", progress=False,
             validation_data=(inputs, targets),
         )  # fmt: skip
+    assert "They are samples of validation_data." not in raised.value.__notes__
 
 
 def test_of_what_cannot_be_computed_the_micro_batch_is_told() -> None:

@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 import torch
 
-from autoaccum.loss.reading import Numbers
-from autoaccum.loss.terms import NONE, Reduction
-from autoaccum.training import validation_losses
-from autoaccum.training.validation_losses import Loss, Losses, read
+from autoaccum.step.readback import Numbers
+from autoaccum.step.terms import NONE, Reduction
+from autoaccum.training import validation
+from autoaccum.training.validation import Loss, Losses, read_losses
 from tests.devices import DEVICE
 
 
@@ -28,7 +28,7 @@ def joined(*losses: tuple[int, Any]) -> float:
     found = Losses()
     for size, loss in losses:
         found.add(size, loss)
-    read([found])
+    read_losses([found])
     return found.joined()[0]
 
 
@@ -57,18 +57,18 @@ def test_each_that_has_a_name_is_told_by_itself_and_one_that_counts_nothing_is_n
     found = Losses()
     found.add(2, named(a=(1.0, 1.0), b=(math.nan, 0.0)))
     found.add(1, named(a=(3.0, 3.0), b=(math.nan, 0.0)))
-    read([found])
+    read_losses([found])
     assert found.joined() == (2.5, {"loss/a": 2.5})
 
 
 def test_many_are_read_as_they_come(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(validation_losses, "AT_ONCE", 3)
+    monkeypatch.setattr(validation, "AT_ONCE", 3)
     losses, kept = Losses(), []
     for index in range(7):
         losses.add(1, one(float(index), 1.0, 1))
         kept.append(len(losses._unread))
     assert kept == [1, 2, 0, 1, 2, 0, 1]
-    read([losses])
+    read_losses([losses])
     assert losses.joined() == (3.0, {})
 
 
@@ -76,7 +76,7 @@ def test_a_reading_that_failed_half_way_is_done_again() -> None:
     class Failing(Loss):
         is_full = True
 
-        def parts(self) -> list[validation_losses.Part]:
+        def parts(self) -> list[validation.Part]:
             if self.is_full:
                 self.is_full = False
                 raise torch.OutOfMemoryError
@@ -87,7 +87,7 @@ def test_a_reading_that_failed_half_way_is_done_again() -> None:
     losses.add(1, Failing({"": torch.tensor(3.0)}, {"": Reduction(1.0)}, 1))
     with pytest.raises(torch.OutOfMemoryError):
         losses.take_read(Numbers())
-    read([losses])
+    read_losses([losses])
     assert losses.joined() == (2.0, {})
 
 
@@ -95,5 +95,5 @@ def test_a_sum_is_added_up_and_a_mean_averaged_as_was_measured() -> None:
     found = Losses()
     for value in (3.0, 5.0):
         found.add(2, one(value, 2.0))
-    read([found])
+    read_losses([found])
     assert [found.joined(hypothesis)[0] for hypothesis in (None, "items", "sum")] == [4.0, 4.0, 8.0]

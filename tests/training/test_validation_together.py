@@ -10,11 +10,11 @@ import torch
 from autoaccum.errors import AutoaccumError
 from autoaccum.events import OutOfMemory, Validated
 from autoaccum.testing import oom_at, simulated_memory
-from autoaccum.training.validation_together import ValidatorOfAll
+from autoaccum.training.validation import ValidatorOfAll
+from tests.distributed.launching import launch
+from tests.distributed.test_fsdp import data, rank
 from tests.processes import in_turn
-from tests.ranks.launching import launch
-from tests.ranks.test_sharded import data, rank
-from tests.window.test_sharding import trained
+from tests.step.test_sharding import trained
 
 pytestmark = in_turn
 Found = tuple[list[tuple[int, float, dict[str, float]]], list[int], torch.Tensor]
