@@ -511,7 +511,7 @@ class RankError(AutoaccumError, RuntimeError):
 
     def __init__(self, rank: int | None, reason: str) -> None:
         self.rank = rank
-        who = "another rank is gone" if rank is None else f"rank {rank} has failed"
+        who = "another rank has ended" if rank is None else f"rank {rank} has failed"
         super().__init__(
             f"{who}: {reason}. All ranks end with it, for a gradient is that of all of them. Its own output says more; "
             f"with run_dir the same call goes on from the last checkpoint."

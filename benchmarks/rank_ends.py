@@ -1,12 +1,12 @@
-"""A rank is killed at random moments: do the others end soon and name it, and does the run go on?
+"""A rank is killed at random moments: do the others end soon, by an error that says so, and does the run go on?
 
     python benchmarks/rank_ends.py
     python benchmarks/rank_ends.py --kills 20 --sharded-kills 0 --restarts 0 --seed 7
 
 Ranks of ``fit`` are forked from this process, which has imported everything, and end as Python does; no launcher ends
 them. Each notes what it is doing, so that a moment is drawn in this way: what the rank does, how often it has begun
-that before, and how long after it. What lasts the longest would have all the kills otherwise. Of a rank that is killed
-before it has said that it is there nobody can know but its launcher: those are started by torchrun. With ``--restarts``
+that before, and how long after it. What lasts the longest would have all the kills otherwise. A rank that is killed
+before all have met is waited for, unless a launcher ends them: those are started by torchrun. With ``--restarts``
 a run of ranks that torchrun starts anew is killed from outside as often, at moments drawn evenly, and compared with one
 that was never killed; one that goes on with fewer ranks is compared with a run of one process.
 """
@@ -46,7 +46,6 @@ from torch.nn.functional import cross_entropy
 import autoaccum
 from autoaccum.distributed.channel import Channel
 from autoaccum.distributed.group import Group, join
-from autoaccum.distributed.watch import Watch
 from autoaccum.events import Finished, StepReport
 from autoaccum.runs.directory import RunDirectory
 from autoaccum.step.across_ranks import SharedTransaction
@@ -59,7 +58,6 @@ TO_BEGIN = 60.0
 SKEW = 1.0
 """Seconds by which ranks begin apart at most, as those do that import what they need."""
 MOMENTS: dict[str, tuple[int, float]] = {
-    "joining": (1, 0.1),
     "before the first window": (1, 0.05),
     "a window": (60, 0.03),
     "a sum": (60, 0.003),
@@ -122,13 +120,6 @@ def train(folder: Path, kind: str, windows: int) -> None:
     """Train as a rank of this process' environment, and note what is done."""
     rank = int(os.environ["RANK"])
     notes = Notes(folder / f"notes-{rank}")
-    met = Watch.meet
-
-    def meet(*args: Any, **options: Any) -> None:
-        notes.now("joining")  # others know that it is there
-        met(*args, **options)
-
-    Watch.meet = meet  # type: ignore[method-assign]
     notes.around(Group, "__init__", "starting", then="before the first window")
     notes.around(Channel, "begin_sum", "a sum")
     notes.around(Group, "exchange", "an exchange")
@@ -208,7 +199,7 @@ class Ended:
     seconds: list[float]
     """Until each of the others had ended."""
     said: list[str]
-    """How each of the others has ended: ``named`` where its error names the rank, ``well``, or the error."""
+    """How each of the others has ended: ``told`` where its error says that a rank is lost, ``well``, or the error."""
     load: float
 
 
@@ -216,16 +207,15 @@ def lines(path: Path) -> list[str]:
     return path.read_text().splitlines() if path.exists() else []
 
 
-def said_of(folder: Path, rank: int, victim: int, status: int | None) -> str:
+def said_of(folder: Path, rank: int, status: int | None) -> str:
     """Return how a rank has ended."""
     if status is None:
-        # In a launch whose first rank is dead, nobody but the launcher can tell one that comes after that.
-        return "came later" if lines(folder / f"notes-{rank}")[-1:] == ["starting"] else "hangs"
+        return "hangs"
     if status == 0:
         return "well"
     found = lines(folder / f"output-{rank}")
-    if any(re.search(rf"RankError: rank {victim} has failed", line) for line in found):
-        return "named"
+    if any("RankError: another rank has ended" in line for line in found):
+        return "told"
     errors = [line for line in found if re.match(r"[\w.]+(Error|Exception|Interrupt)\b", line)]
     return (errors or found or ["nothing was said"])[-1][:160]
 
@@ -267,7 +257,7 @@ def lose(folder: Path, kind: str, generator: random.Random) -> Ended:
     return Ended(
         kind=kind, size=size, victim=victim, asked=asked, doing=doing,
         seconds=[seconds.get(rank, PATIENCE) for rank in others],
-        said=[said_of(folder, rank, victim, statuses.get(rank)) for rank in others],
+        said=[said_of(folder, rank, statuses.get(rank)) for rank in others],
         load=os.getloadavg()[0],
     )  # fmt: skip
 
@@ -365,16 +355,10 @@ def with_fewer(place: Path) -> float:
 
 
 def figures_of(found: list[Ended]) -> list[str]:
-    """Return how many there were, how many of the others have named the rank, and the seconds until all had ended."""
-    # One that comes to a launch that is dead is ended by its launcher, of which there is none here.
-    last = [
-        max([s for s, word in zip(one.seconds, one.said, strict=True) if word != "came later"], default=0.0)
-        for one in found
-    ]
-    said = Counter(
-        word if word in ("named", "well", "came later", "hangs") else "other" for one in found for word in one.said
-    )
-    counts = [str(said[word]) for word in ("named", "well", "other", "came later", "hangs")]
+    """Return how many there were, how the others have ended, and the seconds until all had."""
+    last = [max(one.seconds) for one in found]
+    said = Counter(word if word in ("told", "well", "hangs") else "other" for one in found for word in one.said)
+    counts = [str(said[word]) for word in ("told", "well", "other", "hangs")]
     return [str(len(found)), *counts, f"{statistics.median(last):.2f}", f"{max(last):.2f}"]
 
 
@@ -408,20 +392,19 @@ def main() -> None:
             rows.append([model, doing, *figures_of([one for one in of_kind if one.doing == doing])])
     if starting:
         figures = [f"{statistics.median(starting):.2f}", f"{max(starting):.2f}"]
-        rows.append(["on each rank", "starting, under torchrun", str(len(starting)), *["-"] * 5, *figures])
+        rows.append(["on each rank", "starting, under torchrun", str(len(starting)), *["-"] * 4, *figures])
     write_table(
         "rank_ends",
         f"One of 2 or 3 ranks is killed (SIGKILL) at moments drawn from seed {options.seed}; "
         f"seconds are those until the last of the others has ended, the time in which Python ends too, on a machine of "
         f"which others used the cores as well (load {loads[0]:.0f} to {loads[-1]:.0f}). Counted is each of the others: "
-        f"those whose `RankError` names the rank, those that had trained to their end or did so without it, those that "
-        f"ended by another error, those that came when the first rank was "
-        f"dead (which their launcher has to end), and those that did not end in {PATIENCE:.0f} s. Of torchrun, which "
+        f"those whose `RankError` says that a rank has ended, those that had trained to their end or did so without "
+        f"it, those that ended by another error, and those that did not end in {PATIENCE:.0f} s. Of torchrun, which "
         f"ends all ranks itself, the seconds are until it has ended.\n\n"
         f"A run of two ranks with dropout, killed {done} times at any moment and started anew by torchrun, left "
         f"{'the weights of the run never killed, to the bit' if is_same else 'OTHER WEIGHTS'}. A run of three ranks "
         f"that was killed and went on with two is {off:.1e} off what one process trains, in float64.",
-        ["model", "what the rank did", "times", "named", "ended well", "other errors", "came later", "hang",
+        ["model", "what the rank did", "times", "told", "ended well", "other errors", "hang",
          "median s", "largest s"],
         rows,
         threads=1,

@@ -10,18 +10,19 @@ import struct
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, suppress
-from threading import Thread
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.distributed_c10d import _get_process_group_store, _set_pg_timeout
 from torch.utils._python_dispatch import _disable_current_modes
 
-from autoaccum.distributed.launcher import PATIENCE, meet
-from autoaccum.distributed.watch import Place, Watch
+from autoaccum.distributed.launcher import begin_group
 from autoaccum.errors import RankError
 from autoaccum.memory import clock
 
+_TO_COME = datetime.timedelta(minutes=10)
+"""How long processes may begin apart, as torchrun's agents may."""
 _PATIENCE = datetime.timedelta(days=1)
 """How long a rank waits for another that is there, such as one that validates; one that is lost is seen much sooner."""
 _SLICE = datetime.timedelta(milliseconds=50)
@@ -30,21 +31,44 @@ _LENGTH = struct.Struct("!Q")
 """Header of a message: its length in bytes."""
 _TOLD = 2**12
 """Bytes of an exchange, padded; a longer message takes a second one, of its length, on all ranks."""
+_LOST = "autoaccum/lost"
+"""Where in the store it says which rank has failed, and why."""
+_EVERY = 0.5
+"""Seconds after which whoever waits looks there."""
 _GRACE = 1.0
-"""Seconds for a rank that is lost to be named, and for what it has sent before to arrive."""
+"""Seconds for what a rank that is lost has sent before to arrive."""
+_GRACE_WITHOUT_STORE = 5.0
+"""The same where the store is gone: whoever held it may have come to its end, and others need nothing more of it."""
 
 
 class Channel:
     """The collectives of one launcher's processes, as one of them takes part in them."""
 
     def __init__(self, device: torch.device) -> None:
-        """Join the processes that were started together, which is waited for."""
-        self._watch = Watch()
-        self._is_open = False  # whether a process group was begun for it
-        self._joining: Thread | None = None
+        """Join the processes that were started together, which is waited for.
+
+        Raises:
+            RankError: not all of them have come.
+        """
         self._open: list[Any] = []  # collectives that were begun and have not ended
+        self._is_own = not dist.is_initialized()
         atexit.register(self._leave)
-        self._join(device)
+        try:
+            if self._is_own:
+                own = _own_backend(device)
+                begin_group("gloo" if own is None else f"cpu:gloo,{device.type}:{own}", _TO_COME)
+            # Of its own, for what is said here must not get between collectives of the user's.
+            self._group = dist.new_group(backend="gloo", timeout=_TO_COME)
+            # Sums may have begun on some ranks when another tells that it has failed: it must not be taken for a sum.
+            self._sums = dist.new_group(backend="gloo", timeout=_TO_COME)
+        except Exception as error:
+            if not _is_lost(error):
+                raise
+            raise RankError(None, f"not all ranks have met: {_first_line(error)}") from error
+        for group in (self._group, self._sums):
+            _set_pg_timeout(_PATIENCE, group)
+        self._store = _get_process_group_store(self._group)
+        self._has_store = True
         self.rank: int = dist.get_rank()
         """The number of this one, from 0 on."""
         self.size: int = dist.get_world_size()
@@ -58,74 +82,36 @@ class Channel:
         self.is_over = False
         """Whether one of them has failed, after which nothing can be told any more."""
 
-    def _join(self, device: torch.device) -> None:
-        """Join the other processes, unless one of those that have come is lost.
-
-        Raises:
-            RankError: one is.
-        """
-        self._until = clock.now() + PATIENCE
-        failures: list[BaseException] = []
-
-        def join() -> None:
-            try:
-                self._make_groups(device)
-            except BaseException as error:
-                failures.append(error)
-
-        # In a thread, for PyTorch waits in C++ for those that are not there, and hears of no signal and no rank's loss.
-        self._joining = Thread(target=join, name="autoaccum-join", daemon=True)
-        self._joining.start()
-        while self._joining.is_alive():
-            self._joining.join(_SLICE.total_seconds())
-            if self._watch.lost is not None and self._joining.is_alive():
-                # That thread tells it to those that come just now.
-                self._joining.join(2 * _GRACE)
-                if self._joining.is_alive():
-                    raise RankError(*self._watch.lost)
-        if failures:
-            error = failures[0]
-            if _is_lost(error):  # of the store, of gloo, of a connection
-                raise self.named(str(error).splitlines()[0]) from error
-            raise error
-
-    def _make_groups(self, device: torch.device) -> None:
-        if not dist.is_initialized():
-            own = _own_backend(device)
-            store, rank, size = meet(self._watch, self._pause)
-            backend = "gloo" if own is None else f"cpu:gloo,{device.type}:{own}"
-            self._is_open = True
-            dist.init_process_group(backend, store=store, rank=rank, world_size=size)
-        # Of its own, for what is said here must not get between collectives of the user's.
-        self._group = dist.new_group(backend="gloo", timeout=_PATIENCE)
-        # Sums may have begun on some ranks when another tells that it has failed, which must not be taken for a sum.
-        self._sums = dist.new_group(backend="gloo", timeout=_PATIENCE)
-        if not self._watch.has_begun:  # by a group of the user's own: from here on nobody waits for one that is lost
-            self._watch.begin(dist.get_rank(), self._told(self.place))
-
-    def _told(self, own: Any) -> list[Any]:
-        found = [None] * dist.get_world_size()
-        dist.all_gather_object(found, own, group=self._group)
-        return found
-
-    def _pause(self, missing: int) -> None:
-        """Wait a moment for a rank that has not come.
-
-        Raises:
-            RankError: that one has not come for long.
-        """
-        if clock.now() > self._until:
-            raise RankError(missing, f"it has not come within {PATIENCE:.0f} seconds")
-        clock.sleep(0.01)
-
-    @property
-    def place(self) -> Place:
-        """Return where the other ranks' watches find this one."""
-        return self._watch.place
-
     def call(self, reason: str) -> None:
         """Tell those that wait for this rank, in whatever, that it has failed."""
-        self._watch.call(reason)
+        self._tell(f"{self.rank} {reason}")
+
+    def _tell(self, said: str) -> None:
+        with suppress(RuntimeError):  # of a store that is gone: whoever held it has ended, which is seen as well
+            self._store.compare_set(_LOST, "", said)  # the first stands: others may have ended because of it
+
+    def heard(self) -> RankError | None:
+        """Return the error of the rank that has said that it has failed, or that was found to have ended."""
+        try:
+            if not self._store.check([_LOST]):
+                return None
+            rank, _, reason = self._store.get(_LOST).decode().partition(" ")
+            return RankError(int(rank) if rank else None, reason)
+        except RuntimeError:
+            self._has_store = False
+            return RankError(None, "the store is gone, which rank 0 or its launcher held")
+
+    def gone(self, reason: str) -> RankError:
+        """Return the error for a collective that another rank has broken off, and tell it to those that wait elsewhere.
+
+        A rank that fails by itself has said so before its connections are closed; of one that was killed nobody knows
+        which it was.
+        """
+        found = self.heard()
+        if found is None or not self._has_store:
+            found = RankError(None, reason)
+            self._tell(f" {reason}")
+        return found
 
     def gather(self, data: bytes) -> list[bytes]:
         """Return what each rank has passed.
@@ -213,7 +199,7 @@ class Channel:
             # By Ctrl-C, say, this rank has left what others are in, and can take part in nothing else.
             self.is_over = True
             if _is_lost(error):
-                raise self.named(str(error).splitlines()[0]) from error
+                raise self.gone(_first_line(error)) from error
             raise
 
     def _wait_for(self, has_ended: Callable[[], bool], started: float) -> None:
@@ -227,34 +213,26 @@ class Channel:
             RankError: a rank is lost without which it does not end.
         """
         # Again and again: while a thread waits in PyTorch, no signal reaches Python, nor does a rank's loss.
-        lost_for = 0.0
+        looked_at, until, lost = started, 0.0, None
         while not has_ended():
-            waited = clock.now() - started
-            # What the rank has sent before may be on its way, so that this one needs no more of it.
-            if waited > _GRACE and (lost := self._watch.lost) is not None:
-                lost_for = lost_for or waited
-                if waited - lost_for > _GRACE:
-                    raise RankError(*lost)
-
-    def named(self, reason: str) -> RankError:
-        """Return the error for a collective that was broken off, with the rank that is lost, if that is soon known."""
-        until = clock.now() + 2 * _GRACE
-        while self._watch.lost is None and clock.now() < until:
-            clock.sleep(0.05)
-        return RankError(*(self._watch.lost or (None, reason)))
+            now = clock.now()
+            if lost is None and now - looked_at > _EVERY:
+                looked_at, lost = now, self.heard()
+                # What the rank has sent before may be on its way, so that this one needs no more of it.
+                until = now + (_GRACE if self._has_store else _GRACE_WITHOUT_STORE)
+            if lost is not None and now > until:
+                raise lost
 
     def _leave(self) -> None:
         """End with the process."""
-        self._watch.close()
-        is_joining = self._joining is not None and self._joining.is_alive()
         # PyTorch waits for its collectives when it ends, and one that was left may need a rank that does not answer.
-        if is_joining or not all(work.is_completed() for work in self._open):
+        if not all(work.is_completed() for work in self._open):
             logging.shutdown()
             sys.stdout.flush()
             sys.stderr.flush()
             os._exit(hasattr(sys, "last_value"))  # as of an error that nobody has caught
         # Not a group of the user's own, which others may be in as yet.
-        if self._is_open and dist.is_initialized():
+        if self._is_own and dist.is_initialized():
             dist.destroy_process_group()
 
 
@@ -268,6 +246,10 @@ def _own_backend(device: torch.device) -> str | None:
 def _is_lost(error: BaseException) -> bool:
     """Return whether an error is what gloo, NCCL, a store or a connection raises of a rank that is lost."""
     return isinstance(error, RuntimeError | OSError) and not isinstance(error, RankError)
+
+
+def _first_line(error: BaseException) -> str:
+    return str(error).splitlines()[0]
 
 
 def _has_ended(work: Any, *, waits: bool = True) -> bool:

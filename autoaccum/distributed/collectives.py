@@ -131,7 +131,7 @@ class Collectives:
             reason = str(error).splitlines()[0]
             if is_out_of_memory(error):
                 raise self._lost(f"memory ran out in the {call.kind} of a unit: {reason}") from error
-            raise self._channel.named(reason) from error
+            raise self._channel.gone(reason) from error
         self._note(call)
         return found
 
@@ -210,7 +210,7 @@ class Collectives:
                 except RankError:
                     raise
                 except RuntimeError as error:
-                    raise self._channel.named(str(error).splitlines()[0]) from error
+                    raise self._channel.gone(str(error).splitlines()[0]) from error
 
     def _lost(self, what: str) -> RankError:
         """Return the error of a rank that leaves the others in what it cannot make up for."""

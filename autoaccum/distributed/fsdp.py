@@ -232,8 +232,8 @@ class Sharded:
                 return
             # As of a sum over copies of the model, which FSDP2 launches itself.
             if isinstance(cause, RuntimeError) and not is_out_of_memory(cause):
-                found = self._group.channel.named(str(cause).splitlines()[0])
-                if found.rank is not None:
+                found = self._group.channel.heard()
+                if found is not None:
                     raise found from cause
             # They hear it where they wait.
             self._group.channel.call(f"{type(cause).__name__}: {cause}")

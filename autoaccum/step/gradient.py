@@ -21,7 +21,7 @@ from autoaccum.step.outputs import read
 from autoaccum.step.terms import NONE, Conclusion, Reduction
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(kw_only=True, slots=True)
 class Gradient:
     """A window whose gradient is in ``.grad``, complete, unscaled and clipped: ready for the optimizer."""
 
@@ -258,6 +258,13 @@ class Gradients:
         new = [p for p in self._now if p.grad is None]
         accumulate()
         if new and not self.are_in_use():
+            make_own(new)
+
+    def add_from(self, loss: torch.Tensor, seed: torch.Tensor) -> None:
+        """Run the backward of a loss that begins with ``seed``, as ``add`` does."""
+        new = [p for p in self._now if p.grad is None]
+        torch.autograd.backward(loss, seed)
+        if new:
             make_own(new)
 
     @torch.no_grad()

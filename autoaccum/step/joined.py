@@ -104,7 +104,7 @@ class JoinableTransaction(Transaction):
     def join(self, layout: Layout) -> None:
         """Join windows from the next attempt on."""
         self.layout = layout
-        self.hypothesis = None
+        self.hypothesis = self.settled = None
 
     def weigh(self) -> None:
         """Weigh micro-batches from the next attempt on."""

@@ -13,6 +13,8 @@ from dataclasses import replace
 from functools import partial
 from typing import Any, Literal, NamedTuple
 
+import torch
+
 from autoaccum.data.base import Window
 from autoaccum.distributed.balance import Stint
 from autoaccum.distributed.channel import undisturbed
@@ -223,7 +225,11 @@ class Step:
         meter.begin_window(is_searching=tuner.search.is_on)
         if tuner.search.is_on and self.transaction.group is None:  # ranks keep theirs for each other
             tuner.search.gradient_bytes = sum(p.nbytes for p in self.transaction.trained() if p.requires_grad)
-        self.transaction.begin(window)
+        expected = None if self.transaction.settled is None else self._expected_pieces(window, plan)
+        if expected is None:
+            self.transaction.begin(window)
+        else:
+            self.transaction.begin_settled(window)
         if self.saving.wants_begin and window.num_samples:
             self.plans.saves(self.saving.begin(self.number + 1))
         if self._accumulate == "joined" and self.transaction.layout is None and num_of_all_ranks(window) > 1:
@@ -251,7 +257,8 @@ class Step:
         # What a rank waits for others is no part of how fast its plans are.
         if group is not None:
             self._began, self._waited = clock.now(), group.waited_seconds
-        while not isinstance(outcome := self._saving_memory(pieces, window), Gradient):
+        while not isinstance(outcome := self._saving_memory(pieces, window, expected), Gradient):
+            expected = None
             self.transaction.roll_back()
             self._examiner.put_back()
             self.meter.collect()
@@ -292,12 +299,29 @@ class Step:
                 self.plans.keep_limit(outcome.own, lengths, peak_bytes)
         return outcome, pieces.replays
 
-    def _saving_memory(self, pieces: Attempt, window: Window) -> Gradient | Repeat | Failure | Elsewhere | NotSaved:
+    def _expected_pieces(self, window: Window, plan: Sequence[int] | None) -> Sequence[Piece] | None:
+        """Return the pieces of a window that is expected to be like those before it; None if it may not be."""
+        transaction, tuner, settled = self.transaction, self.tuner, self.transaction.settled
+        assert settled is not None
+        if plan is not None or window.lengths is not None or tuner.search.is_on:
+            return None
+        if settled.hypothesis != transaction.hypothesis or transaction.measures_parts or self.meter.is_tight:
+            return None
+        if self._is_tried or self._examiner.is_owed or not self.saving.is_off:
+            return None
+        if len(settled.sizes) > 1 and transaction.signs.want_a_look(self.number + 1):
+            return None
+        pieces = tuple(tuner.pieces(window.num_samples, None))
+        return pieces if settled.sizes == tuple([piece.size for piece in pieces]) else None
+
+    def _saving_memory(
+        self, pieces: Attempt, window: Window, expected: Sequence[Piece] | None
+    ) -> Gradient | Repeat | Failure | Elsewhere | NotSaved:
         """Run a window once, with memory saved as far as it has to be."""
         if self.saving.is_off:
-            return self._try(pieces, window)
+            return self._try(pieces, window, expected)
         try:
-            return self._try(pieces, window)
+            return self._try(pieces, window, None)
         except Exception as error:
             if self.transaction.group is not None:  # others have voted by then, and go on with the window
                 raise
@@ -307,10 +331,12 @@ class Step:
         shortage = Shortage(micro_batch=self._piece.size, peak_bytes=self.meter.peak(), error=ran_out.error)
         return Failure(self._piece, shortage)
 
-    def _try(self, pieces: Attempt, window: Window) -> Gradient | Repeat | Failure | Elsewhere | NotSaved:
-        """Run a window once."""
+    def _try(
+        self, pieces: Attempt, window: Window, expected: Sequence[Piece] | None
+    ) -> Gradient | Repeat | Failure | Elsewhere | NotSaved:
+        """Run a window once; ``expected`` are its pieces if it is expected to be like those before it."""
         number, signs, group = self.number + 1, self.transaction.signs, self.transaction.group
-        is_looked_at = self._sharded is None and number >= signs.next_look
+        is_looked_at = self._sharded is None and expected is None and number >= signs.next_look
         if self.transaction.layout is not None and self._examiner.is_checked:
             is_looked_at, self.transaction.forward = False, self.transaction.plain_forward
         if is_looked_at and (group is None or group.is_first):  # who looks for all of them
@@ -325,6 +351,8 @@ class Step:
         try:
             # Where ranks wait for each other in each micro-batch, a failure of this one is made up for first.
             add_all = partial(self._add_all, pieces, window)
+            if expected is not None:
+                add_all = partial(self._add_settled, expected, window)
             run = add_all if sharded is None else partial(sharded.run, add_all)
             if self.compilations.allowed is nullcontext:
                 outcome = attempt(run)
@@ -350,6 +378,8 @@ class Step:
                 if group is None:
                     raise
                 outcome = self.saving.not_saved(error)
+        if expected is not None and isinstance(outcome, Gradient):
+            return outcome
         # Out here no exception is being handled; its own frames stay, for they are the user's.
         failed = outcome if isinstance(outcome, Exception) else None
         if failed is not None:
@@ -426,6 +456,26 @@ class Step:
         if isinstance(outcome, Gradient) and self._sharded is None and not self._examiner.is_checked:
             self._examiner.check_first(outcome)
         return outcome
+
+    def _add_settled(self, pieces: Sequence[Piece], window: Window) -> Gradient | Repeat:
+        """Do the same in a window that is expected to be like those before it."""
+        transaction, losses, settled = self.transaction, list[torch.Tensor](), self.transaction.settled
+        assert settled is not None
+        if transaction.signs.have_changed and len(pieces) > 1:  # as has shown when it began
+            return transaction.unsettle(settled)
+        for index, piece in enumerate(pieces):
+            self._piece, self.compilations.size = piece, piece.size
+            loss = transaction.add_settled(piece, settled, index)
+            if loss is None:
+                return transaction.unsettle(settled)
+            if (compiled := self.meter.compiled()) is not None:
+                self.compilations.note(piece, None, compiled)
+            losses.append(loss)
+            if self.within is not None and piece.start + piece.size < window.num_samples:
+                self.within(piece.start + piece.size)
+        self.compilations.size = 0
+        self._piece = self._piece._replace(size=max(settled.sizes))
+        return transaction.finish_settled(settled, losses)
 
     def _voted(self, transaction: SharedTransaction, outcome: Outcome, pieces: Attempt) -> Outcome | Repeat:
         """Return what comes of an attempt for all ranks, where more than this one are concerned."""

@@ -47,9 +47,10 @@ from autoaccum.step.job import Forward, Job, fresh_scaler, is_slow_to_read, scal
 from autoaccum.step.loss_graph import plain_mean, read_by, read_reduction, without_graph
 from autoaccum.step.named_losses import Named, counted_beforehand
 from autoaccum.step.outputs import Outputs
+from autoaccum.step.settled import Expected, Settled, are_plain
 from autoaccum.step.snapshot import Moving, Snapshot, State
 from autoaccum.step.split_calls import Layout
-from autoaccum.step.terms import PLAIN_SUM, Computed, Count, Hypothesis, LossOf, Reduction, divisor_of
+from autoaccum.step.terms import PLAIN_SUM, Computed, Conclusion, Count, Hypothesis, LossOf, Reduction, divisor_of
 
 _MOST_REPEATS = 2
 """Times that a window is run again because it holds other numbers of items than were counted before."""
@@ -125,6 +126,9 @@ class Transaction:
         """Whether a micro-batch of the window has a loss other than 0 although the user counts nothing in it."""
         self.is_unscaled = False
         """Whether the scaler waits for a step on the gradient that it has unscaled."""
+        self.settled: Settled | None = None
+        """What the next window is expected to be like, if the last two were alike."""
+        self._last: Settled | None = None  # what the last window was like
         self._begin_anew()
 
     def trained(self) -> list[torch.Tensor]:
@@ -133,10 +137,15 @@ class Transaction:
 
     def compute_by(self, loss_of: LossOf) -> None:
         """Compute losses by this from now on."""
-        self._job = self._job.computed_by(loss_of)
+        self._job, self.settled = self._job.computed_by(loss_of), None
 
     def begin(self, window: Window) -> None:
         """Begin a window: remember what it may change."""
+        self.begin_settled(window)
+        self._begin_anew(window.num_samples)
+
+    def begin_settled(self, window: Window) -> None:
+        """Do the same for a window that ``add_settled`` is to run."""
         self._window = window
         self._gradients.drop()  # of the window before: their memory may be what the copies need
         if self.is_unscaled:  # a window that was never stepped on, for something was raised between the two
@@ -147,7 +156,6 @@ class Transaction:
         self.signs.of_modes(self.snapshot.modes(), has_other_layers=self.snapshot.has_other_layers)
         self._draws = self.snapshot.has_generators
         self.is_open, self._has_totals, self._shown_totals, self._num_repeats = True, False, None, 0
-        self._begin_anew(window.num_samples)
 
     def _state(self) -> State:
         return State(self._job.modules, self._job.functions, self._job.device, self.trained())
@@ -165,6 +173,7 @@ class Transaction:
         self._tally = Tally(num_samples, deferred=self._is_deferred, total=total)
         self._sizes, self._reductions = list[int](), list[Reduction]()
         self._losses: list[torch.Tensor | None] = []  # of each micro-batch; None where nothing counts
+        self._shown: list[tuple[int, str, Count]] = []  # nodes, name of the root and weight of each that counts
         self.signs.begin()
         self._norms: dict[int, torch.Tensor] = {}  # of what each micro-batch adds to the gradient, by its index
 
@@ -185,11 +194,19 @@ class Transaction:
         try:
             self._compute(batch, piece)
         except Exception as error:
-            running = of_window(piece.start, piece.size, self._num_samples)
-            tell_micro_batch(error, lambda: flatten(batch)[0], running, collate_fn=self._job.collate_fn)
-            if piece.size == 1 and may_need_another(error):
-                of_one(error, self._num_samples)
+            self._name_micro_batch(error, batch, piece)
             raise
+
+    def _name_micro_batch(self, error: Exception, batch: Any, piece: Piece) -> None:
+        """Say in an error in which micro-batch it was raised.
+
+        Raises:
+            SingleSampleError: that has one sample of several, and may need another.
+        """
+        running = of_window(piece.start, piece.size, self._num_samples)
+        tell_micro_batch(error, lambda: flatten(batch)[0], running, collate_fn=self._job.collate_fn)
+        if piece.size == 1 and may_need_another(error):
+            of_one(error, self._num_samples)
 
     def _batch_of(self, piece: Piece) -> Any:
         # Samples that are served longest first gain nothing by that in one piece, and a loss may go by their order.
@@ -313,6 +330,7 @@ class Transaction:
             self._losses.append(None)
             return
         self._losses.append(loss.detach())
+        self._shown.append((self._nodes, "" if loss.grad_fn is None else loss.grad_fn.name(), weight))
         self._backward(partial(self._accumulate, loss, weight, reduction), num_samples)
 
     def plain_forward(self, batch: Any, num_samples: int, window_samples: int) -> torch.Tensor:
@@ -383,12 +401,16 @@ class Transaction:
         if correction != 1:
             self._gradients.scale(correction)
         grad_norm, loss = self._unscaled_and_clipped(correction, ending), tally.loss(losses, found.is_sum)
-        is_finite, is_kept = True, False
+        is_finite, is_kept, has_changed = True, False, False
         if len(sizes) > 1:
             is_finite = self._is_finite(loss, grad_norm)
             is_kept = not found.is_sum and is_kept_from_none(sizes, counts, reductions, self._losses)
             has_changed = not is_finite or is_kept or self.is_uncounted or are_doubtful(sizes, counts, reductions)
             self.signs.have_changed = self.signs.have_changed or has_changed
+        if has_changed:
+            self.settled = self._last = None
+        elif self.layout is None:
+            self._settle(found, tally, correction)
         return Gradient(
             sizes=sizes,
             own=own,
@@ -406,6 +428,67 @@ class Transaction:
             reductions=tuple(reductions),
             conclusion=found,
         )
+
+    def _settle(self, found: Conclusion, tally: Tally, correction: float) -> None:
+        """Take what a window was like; if the one before it was like it, the next one is expected to be."""
+        # Settled windows are those whose weights are known before they run.
+        is_one_loss = self._named is None and self._job.num_items is None and not self.outputs.are_there
+        is_read = not self._is_slow_to_read and self.scaler is None and self.group is None
+        last, self._last, self.settled, counts = self._last, None, None, tally.read()
+        is_plain = is_one_loss and is_read and not self._draws and all(counts) and are_plain(self._reductions)
+        if not is_plain or len(self._shown) != len(counts):
+            return
+        expected = tuple(
+            Expected(nodes, root, reduction, weight)  # type: ignore[arg-type]  # no tensor, for no count is one
+            for (nodes, root, weight), reduction in zip(self._shown, self._reductions, strict=True)
+        )
+        self._last = Settled(
+            tuple(self._sizes), expected, self.hypothesis, found, tally, items=sum(counts), correction=correction
+        )
+        if last is not None and (last.expected, last.hypothesis) == (expected, self.hypothesis):
+            self.settled = self._last
+
+    def add_settled(self, piece: Piece, settled: Settled, index: int) -> torch.Tensor | None:
+        """Add a micro-batch of a window that is expected to be settled; return its loss, or None if it is not.
+
+        Raises:
+            SingleSampleError: as ``add`` does.
+        """
+        expected = settled.expected[index]
+        self.is_reading = True
+        batch = self._batch_of(piece)
+        self.is_reading = False
+        try:
+            before = count_nodes()
+            loss = self.plain_forward(batch, piece.size, self._num_samples)
+            root, nodes = loss.grad_fn, count_nodes() - before
+            if nodes != expected.nodes or root is None or root.name() != expected.root or self._computed is not None:
+                return None
+            if settled.hypothesis != "sum" and read_reduction(loss, piece.size) != expected.reduction:
+                return None
+            self._gradients.add_from(loss, self._seeds.of(expected.weight, loss))
+        except Exception as error:
+            self._name_micro_batch(error, batch, piece)
+            raise
+        return loss.detach()
+
+    def finish_settled(self, settled: Settled, losses: list[torch.Tensor]) -> Gradient | Repeat:
+        """Complete the gradient of a window all of whose micro-batches were as expected."""
+        if settled.correction != 1:
+            self._gradients.scale(settled.correction)
+        norm = self._gradients.norm() if self._clip_norm is None else self._gradients.clip(self._clip_norm)
+        loss = settled.loss(losses)
+        if loss is None or (len(losses) > 1 and not self._is_finite(loss, norm)):
+            return self.unsettle(settled)
+        sizes = settled.sizes
+        return Gradient(
+            sizes=sizes, own=sizes, grad_norm=norm, loss=loss, items=settled.items, conclusion=settled.conclusion
+        )
+
+    def unsettle(self, settled: Settled) -> Repeat:
+        """Expect nothing of windows any more; return that this one has to be run again."""
+        self.settled = self._last = None
+        return Repeat(sizes=settled.sizes)
 
     def _read_end(self) -> Ending | None:
         """Launch all that the end of a window is decided by, and read it at once; None where reading costs nothing."""

@@ -194,13 +194,15 @@ class Occasions:
         """Take that there may be room for what could not be measured: try it once more at least."""
         self.tries = max(self.tries, 1)
 
-    def looked(self, number: int) -> None:
+    def looked(self, number: int, *, is_measured: bool) -> None:
         """Take that a window was looked at: the next one is that is to be measured; of a run that has failed none.
 
-        Of one that is not measured yet each of the first hundred is, and then one in ten, in a hundred, and so on.
+        Of one that is not measured yet each of the first hundred is, and then one in ten, in a hundred, and so on; if
+        none is to be measured, the first three.
         """
         every = 1 if number < _CLOSELY else int(10 ** (len(str(number)) - 2))
-        looks = {"unmeasured": (number // every + 1) * every, "failed": NEVER}
+        is_done = not is_measured and number > 2
+        looks = {"unmeasured": NEVER if is_done else (number // every + 1) * every, "failed": NEVER}
         self.next_look = looks.get(self.status, number + 1 if self.is_changed else max(number + 1, self.next_round))
 
     def state_dict(self) -> dict[str, Any]:
@@ -540,7 +542,7 @@ class Examiner:
         if not self.withheld and self.uncertain is None:
             self._remembered = None
         if number >= self._transaction.signs.next_look:
-            self._occasions.looked(number)
+            self._occasions.looked(number, is_measured=self.verifies)
             self._transaction.signs.next_look = self._occasions.next_look
             self._transaction.forward = self._transaction.plain_forward
         return Examination(said, is_weighed_otherwise, self._smallest, hides_items=hides_items)

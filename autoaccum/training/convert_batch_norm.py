@@ -84,8 +84,8 @@ def _replacement(layer: _BatchNorm, to: str) -> nn.GroupNorm:
 def _groups(channels: int) -> int:
     """Return how many groups the channels make: as many as divide them, within the bounds above.
 
-    >>> [_groups(channels) for channels in (1, 4, 7, 64, 96, 2048)]
-    [1, 2, 1, 32, 32, 32]
+    >>> [_groups(channels) for channels in (1, 4, 7, 64, 66, 96, 2048)]
+    [1, 2, 1, 32, 22, 32, 32]
     """
     fitting = [n for n in range(1, MOST_GROUPS + 1) if channels % n == 0 and channels // n >= FEWEST_CHANNELS]
     return max(fitting, default=1)

@@ -45,6 +45,21 @@ ELSEWHERE = {
 }
 """The most used arguments of other trainers, and what to pass here."""
 
+_JOINED = "Leave it out: the loss is computed on the full batch wherever splitting would change it (accumulate='auto')."
+
+REMOVED = {
+    "loss_scope": _JOINED,
+    "embed": _JOINED,
+    "clip_model": _JOINED,
+    "sentence_loss": _JOINED,
+    "moe_balancing": _JOINED,
+    "before_window": "Compute it in the training_step or loss_fn, which runs once on the full batch where it has to.",
+    "batch_norm": "Leave it out: BatchNorm runs on the full batch. With micro_batch=32, accumulate='weighted' it takes "
+    "the statistics of 32 samples, and layers in eval mode take their running ones.",
+    "state": "Leave it out: steps whose forwards write state that the next one reads are joined (accumulate='auto').",
+}
+"""Arguments that there were during development, and what to do now."""
+
 _IN_A_LOOP = {
     "effective_batch": "Pass all samples of one optimizer step to step(batch).",
     "lr_scheduler": "Call scheduler.step() after accumulator.step(batch).",
@@ -165,8 +180,8 @@ def meant_in(cure: str) -> str:
 
 
 def elsewhere(name: str) -> str:
-    """Return what to do in the place of an argument, or an option, of other trainers; empty where it is none."""
-    return next((cure for other, cure in ELSEWHERE.items() if _plain(other) == _plain(name)), "")
+    """Return what to do in the place of an argument, or an option, of other trainers, or a removed one; else empty."""
+    return next((cure for other, cure in (ELSEWHERE | REMOVED).items() if _plain(other) == _plain(name)), "")
 
 
 def _plain(name: str) -> str:

@@ -10,7 +10,7 @@ from torch import nn, ones, tensor
 from torch.nn.functional import cross_entropy
 
 import autoaccum
-from autoaccum.data.lists import Reading, notice, read_list, refuse_sample
+from autoaccum.data.lists import Reading, holds_samples, notice, read_list, refuse_sample
 from autoaccum.errors import AmbiguousBatchError, DataError
 from tests.models import classes, mlp
 
@@ -164,3 +164,10 @@ class TestIterables:
                 model, zip(*classes(8), strict=True), effective_batch=4, loss_fn=cross_entropy, progress=False
             )
         assert all(p.equal(old) for p, old in zip(model.parameters(), before, strict=True))
+
+
+def test_two_tensors_of_one_shape_beside_others_are_a_state() -> None:
+    """The hidden state (h, c) of an LSTM: two that differ may be as many samples."""
+    assert holds_samples((ones(2, 4), (ones(2, 5, 3), ones(2, 5, 3)))) is False
+    with pytest.raises(AmbiguousBatchError, match=r"a tuple of 2 of shapes \(2, 5, 3\), \(2, 7, 3\), which"):
+        holds_samples((ones(2, 4), (ones(2, 5, 3), ones(2, 7, 3))))

@@ -13,7 +13,7 @@ import torch
 from torch.utils.data import BatchSampler, DataLoader, Dataset, RandomSampler, TensorDataset, WeightedRandomSampler
 
 from autoaccum.data import orders
-from autoaccum.data.orders import Draws, Order
+from autoaccum.data.orders import Draws, Order, count_in_batches
 from autoaccum.data.randomness import mix
 from autoaccum.data.sources import open_source
 from autoaccum.errors import DataError
@@ -205,3 +205,17 @@ def test_the_sampler_of_a_batch_sampler_is_the_one_that_draws() -> None:
         assert source.num_samples == (99 if hasattr(sampler, "__len__") else None)
         expected = list(range(99))
         assert (read(source, 99, 1) == expected) == (not hasattr(sampler, "__len__"))
+
+
+class Growing:
+    """Batches of as many samples as the epoch has been told to have, and one."""
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch = epoch
+
+    def __iter__(self) -> Iterator[list[int]]:
+        return iter([[0], [*range(self.epoch)]])
+
+
+def test_samples_of_batches_are_counted_in_the_first_epoch() -> None:
+    assert count_in_batches(Growing(), seed=0) == 1

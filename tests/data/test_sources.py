@@ -483,3 +483,6 @@ class TestDescription:
         assert self.of(DataLoader(Stream(), batch_size=4, num_workers=2)) == self.of(Stream(), num_workers=2)
         batches = self.of([tensors()])
         assert batches == {"samples": None, "stream": "list", "digest": batches["digest"]}
+        numbers, rows = tensors()
+        same, other = [(numbers, rows)] * 3, [(numbers, rows), (numbers, rows), (numbers, -rows)]
+        assert self.of(same) != self.of(other), "of which the last differs"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import datetime
 import os
 import signal
 import subprocess
@@ -12,11 +13,11 @@ from typing import Any
 import pytest
 import torch
 
-from autoaccum.distributed import channel, launcher
+from autoaccum.distributed import channel
 from autoaccum.distributed.channel import Channel, as_tensor
 from autoaccum.distributed.group import join
 from autoaccum.errors import RankError
-from tests.distributed.launching import launch
+from tests.distributed.launching import Ended, launch
 from tests.processes import in_turn
 
 pytestmark = in_turn
@@ -64,41 +65,9 @@ def test_all_hear_all_in_the_order_of_their_numbers_however_long_it_is() -> None
     assert launch(gathered, 3) == [True] * 3
 
 
-def lost_while_meeting() -> int | None:
-    """Kill rank 1 as soon as rank 0 has heard that it is there, and before either can be in a collective."""
-    welcomed = launcher._welcomed
-
-    def killed(*args: Any) -> str:
-        welcomed(*args)
-        os.kill(os.getpid(), signal.SIGKILL)
-        return ""
-
-    launcher._welcomed = killed
-    with pytest.raises(RankError) as caught:
-        join(torch.device("cpu"))
-    return caught.value.rank
-
-
-def test_a_rank_that_is_lost_before_all_have_met_is_named() -> None:
-    assert launch(lost_while_meeting, 2, lost=1)[0] == 1
-
-
-def left_while_meeting() -> None:
-    """End as a process does that has not come to the end of joining."""
-    channel = Channel.__new__(Channel)
-    channel._make_groups = lambda device: None  # type: ignore[method-assign]
-    with pytest.raises(ValueError, match="process group"):  # where it asks which rank it is
-        Channel.__init__(channel, torch.device("cpu"))
-    channel._leave()
-
-
-def test_a_process_ends_well_that_has_not_met_the_others() -> None:
-    assert launch(left_while_meeting, 1) == [None]
-
-
 def unmet() -> str:
     """Wait for a rank that never comes."""
-    channel.PATIENCE = 0.3
+    channel._TO_COME = datetime.timedelta(seconds=1)
     if os.environ["RANK"] == "1":
         return ""
     with pytest.raises(RankError) as caught:
@@ -106,8 +75,101 @@ def unmet() -> str:
     return str(caught.value)
 
 
-def test_a_rank_that_never_comes_is_named() -> None:
-    assert launch(unmet, 2)[0].startswith("rank 1 has failed: it has not come within 0 seconds")
+def test_a_rank_that_never_comes_is_waited_for_for_so_long() -> None:
+    assert launch(unmet, 2)[0].startswith("another rank has ended: not all ranks have met")
+
+
+def losing(lost: int, moment: str) -> Any:
+    """Kill a rank; return how another one hears of it, and after how many seconds."""
+    channel._TO_COME = datetime.timedelta(seconds=3)
+    if moment == "joining" and os.environ["RANK"] == str(lost):
+        channel.begin_group = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
+    if moment == "meeting" and os.environ["RANK"] == str(lost):
+        torch.distributed.new_group = lambda **_: os.kill(os.getpid(), signal.SIGKILL)
+    started = time.monotonic()
+    try:
+        group = join(torch.device("cpu"))
+        assert group is not None
+        p = torch.zeros(300_000)
+        group.summing.prepare([p])
+        for _ in range(3):
+            group.exchange("there")
+        started = time.monotonic()
+        if group.rank == lost:
+            os.kill(os.getpid(), signal.SIGKILL)
+        while True:
+            if moment == "a sum":
+                group.summing.add_up([p], 1.0)
+            elif moment == "the first's":
+                group.from_first(lambda: "this")
+            else:
+                group.exchange("x" * 2000)
+    except RankError as error:
+        found = error.rank, str(error), time.monotonic() - started
+        if moment == "an exchange, and none ends":
+            time.sleep(10)
+        return found
+
+
+MOMENTS = ("joining", "meeting", "an exchange", "a sum", "the first's")
+KILLS = [(2, 0, MOMENTS), (2, 1, MOMENTS[:3]), (3, 1, MOMENTS[3:]), (4, 0, MOMENTS[2:]), (4, 2, MOMENTS[2:3])]
+MORE_KILLS = [(3, 0, MOMENTS), (3, 2, MOMENTS), (4, 1, MOMENTS), (4, 3, MOMENTS)]
+
+
+@pytest.mark.parametrize(
+    ("size", "lost", "moment"),
+    [
+        *((size, lost, moment) for size, lost, moments in KILLS for moment in moments),
+        (4, 0, "an exchange, and none ends"),  # so that none hears of it by a connection
+        *(
+            pytest.param(size, lost, moment, marks=pytest.mark.slow)
+            for size, lost, moments in MORE_KILLS
+            for moment in moments
+        ),
+    ],
+)
+def test_a_rank_that_is_killed_ends_the_others(size: int, lost: int, moment: str) -> None:
+    found = launch(losing, size, lost, moment, lost=lost)
+    assert isinstance(found.pop(lost), Ended)
+    for rank, text, seconds in found:
+        assert rank is None
+        assert "another rank has ended: " in text
+        assert seconds < 15
+
+
+def calling() -> Any:
+    """Have a rank fail elsewhere, of which the others hear where they wait, not from the one next to it."""
+    group = join(torch.device("cpu"))
+    assert group is not None
+    if group.rank == 1:
+        group.channel.call("it has failed")
+        group.channel.call("it has failed again")
+        time.sleep(10)
+        return None
+    with pytest.raises(RankError) as caught:
+        group.exchange("there")
+    return caught.value.rank, str(caught.value)
+
+
+def test_a_rank_that_says_why_it_fails_is_named_to_all_that_wait() -> None:
+    found = launch(calling, 4)
+    for rank, text in (found[0], found[2], found[3]):
+        assert rank == 1
+        assert "rank 1 has failed: it has failed. " in text
+
+
+def waiting_for_one_that_is_busy() -> list[int]:
+    channel._EVERY = 0.05
+    group = join(torch.device("cpu"))
+    assert group is not None
+    if group.rank == 1:
+        # As C code does that holds Python's lock: none of the rank's own threads runs.
+        __import__("ctypes").PyDLL(None).usleep(4_000_000)
+    return group.exchange(group.rank)
+
+
+def test_a_rank_that_is_busy_in_c_is_not_lost() -> None:
+    assert launch(waiting_for_one_that_is_busy, 2) == [[0, 1]] * 2
 
 
 def leaving(code: str) -> Any:

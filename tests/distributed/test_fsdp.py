@@ -244,7 +244,7 @@ def test_what_no_replay_cures_ends_all(what: str, own: tuple[str, str], of_other
     assert first[2] < 60
 
 
-def losing() -> int | None:
+def losing() -> tuple[int | None, str]:
     """Kill the second rank in a forward, so that the first one waits for it in a collective of the model."""
     loop = Loop([6, 5])
     loop.window(2)
@@ -252,8 +252,10 @@ def losing() -> int | None:
         loop.model[1].register_forward_hook(lambda *_: os.kill(os.getpid(), signal.SIGKILL))  # type: ignore[index]
     with pytest.raises(RankError) as caught:
         loop.window(2)
-    return caught.value.rank
+    return caught.value.rank, str(caught.value)
 
 
-def test_a_rank_that_is_lost_is_named_to_those_in_a_collective_of_the_model() -> None:
-    assert launch(losing, 2, lost=1)[0] == 1
+def test_a_rank_that_is_killed_ends_those_in_a_collective_of_the_model() -> None:
+    of_rank, text = launch(losing, 2, lost=1)[0]
+    assert of_rank is None
+    assert text.startswith("another rank has ended: ")

@@ -14,7 +14,7 @@ class _Unheard:
     def wait(self, work: Any) -> None:
         """Wait for nothing."""
 
-    def named(self, reason: str) -> RankError:
+    def gone(self, reason: str) -> RankError:
         return RankError(None, reason)
 
 

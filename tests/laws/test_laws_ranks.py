@@ -445,7 +445,7 @@ def failing(what: str) -> Any:
     [
         ("an error", ("ValueError", "no such token"), "ValueError: no such token"),
         ("memory", ("NothingFitsError", ""), "NothingFitsError"),
-        ("killed", None, "its process has ended"),
+        ("killed", None, "another rank has ended"),
     ],
 )
 def test_what_ends_one_rank_ends_all_of_them_with_its_reason(what: str, own: Any, of_others: str) -> None:

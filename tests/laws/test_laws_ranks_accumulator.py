@@ -317,8 +317,8 @@ def failing(what: str) -> Any:
         ("an error", ("ValueError", "no such token"), "ValueError: no such token"),
         ("memory", ("NothingFitsError", ""), "NothingFitsError"),
         ("a batch", ("RaggedBatchError", ""), "RaggedBatchError"),
-        ("ended", ("ended", ""), "its process has ended"),
-        ("killed", None, "its process has ended"),
+        ("ended", ("ended", ""), "another rank has ended"),
+        ("killed", None, "another rank has ended"),
     ],
 )
 def test_what_ends_one_rank_ends_all_of_them_with_its_reason(what: str, own: Any, of_others: str) -> None:

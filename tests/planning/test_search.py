@@ -125,6 +125,10 @@ class TestFirst:
         history = fitted((1, linear(1)), (2, linear(2)))
         assert next_trial(history, limit_bytes=linear(30), ceiling=10**4, growth=64) == 30
 
+    def test_nothing_beyond_the_ceiling_after_a_failure_far_above_it(self) -> None:
+        history = [*fitted((16, linear(16)), (32, linear(32))), Trial(micro_batch=200, fits=False)]
+        assert next_trial(history, limit_bytes=linear(150), ceiling=64, growth=64) == 64
+
 
 class TestPrior:
     """The memory model of an earlier run."""

@@ -46,7 +46,7 @@ def settled(monkeypatch: pytest.MonkeyPatch) -> None:
     if not hasattr(torch, "standin"):
         pytest.skip("only the stand-in device has a log")
 
-    def looked(self: Occasions, number: int) -> None:
+    def looked(self: Occasions, number: int, *, is_measured: bool) -> None:
         self.next_look = number + 1 if number < _FIRST_SETTLED - 1 else 10**6
 
     monkeypatch.setattr(Occasions, "looked", looked)

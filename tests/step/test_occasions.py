@@ -21,7 +21,7 @@ def test_windows_are_looked_at_less_and_less() -> None:
     made = Occasions()
     looks = []
     for number in (1, 99, 100, 101, 109, 110, 1000, 1001):
-        made.looked(number)
+        made.looked(number, is_measured=True)
         looks.append(made.next_look)
     assert looks == [2, 100, 110, 110, 110, 120, 1100, 1100]
 
@@ -33,10 +33,10 @@ def test_once_a_run_is_measured_windows_that_are_to_be_measured_are_looked_at() 
             looks.append(number)
             if made.reason(number, is_surprising=False) is not None:
                 made.measured(number)
-            made.looked(number)
+            made.looked(number, is_measured=True)
     assert looks == [1, 2, 3, 10, 100]
     made.status = "failed"
-    made.looked(200)
+    made.looked(200, is_measured=True)
     assert made.next_look > 10**9
 
 

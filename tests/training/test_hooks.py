@@ -125,6 +125,15 @@ class TestState:
     def test_a_run_without_any_keeps_what_it_always_kept(self) -> None:
         assert Hooks([print, lambda record: None]).state_dict() == {}
 
+    def test_of_one_that_cannot_put_it_back_is_not_saved(self) -> None:
+        class Half:
+            def __call__(self, record: Any) -> None: ...
+
+            def state_dict(self) -> dict[str, Any]:
+                return {"windows": 1}
+
+        assert Hooks([Half()]).state_dict() == {}
+
     def test_that_the_callback_refuses_is_the_checkpoints_error(self) -> None:
         options: dict[str, Any] = {"effective_batch": 8, "loss_fn": cross_entropy, "device": "cpu", "progress": False}
         trainer = autoaccum.Trainer(mlp(), classes(20), callbacks=[Counter()], **options)

@@ -164,6 +164,16 @@ def test_its_folder_is_on_the_path_as_long_as_the_recipe_is_in_use(write: Callab
     assert sys.path == before
 
 
+def test_what_stands_beside_it_comes_before_what_is_on_the_path(
+    write: Callable[..., str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write("value = 5\n", "of_two_folders.py")
+    write("value = 6\n", "elsewhere/of_two_folders.py")
+    monkeypatch.syspath_prepend(str(tmp_path / "elsewhere"))
+    with opened(write("from of_two_folders import value\n" + GOOD.replace("1", "value"))) as arguments:
+        assert arguments["model"] == 5
+
+
 def test_its_classes_can_be_pickled_under_the_files_name(write: Callable[..., str]) -> None:
     path = write("class Data: ...\ndef recipe():\n    return {'model': Data, 'data': 2}\n")
     with opened(path) as arguments:

@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader, TensorDataset
 import autoaccum
 from autoaccum.callbacks import EarlyStopping
 from autoaccum.errors import ArgumentTypeError
-from autoaccum.training.synonyms import ELSEWHERE, answering
+from autoaccum.training.synonyms import ELSEWHERE, REMOVED, answering
 
 DATA = torch.randn(8, 4), torch.randint(0, 2, (8,))
 
@@ -152,6 +152,13 @@ def test_a_plan_answers_too() -> None:
 def test_there_are_twenty_names_and_none_is_ours() -> None:
     assert len(ELSEWHERE) <= 20
     assert not set(inspect.signature(autoaccum.fit).parameters) & set(ELSEWHERE)
+
+
+@pytest.mark.parametrize("argument", REMOVED)
+@pytest.mark.parametrize("name", ["fit", "check", "Accumulator"])
+def test_a_removed_argument_says_what_to_do_now(name: str, argument: str) -> None:
+    with pytest.raises(ArgumentTypeError, match=rf"^{name}\(\) has no argument '{argument}'\. (Leave|Compute) it "):
+        getattr(autoaccum, name)(torch.nn.Linear(2, 2), **{argument: "window"})
 
 
 def test_signatures_are_as_without() -> None:
