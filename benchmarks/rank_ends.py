@@ -393,6 +393,9 @@ def main() -> None:
     if starting:
         figures = [f"{statistics.median(starting):.2f}", f"{max(starting):.2f}"]
         rows.append(["on each rank", "starting, under torchrun", str(len(starting)), *["-"] * 4, *figures])
+    left = "the weights of the run never killed, to the bit" if is_same else "OTHER WEIGHTS"
+    times = f"killed {done} times at any moment and started anew by torchrun"
+    of_restarts = f"A run of two ranks with dropout, {times}, left {left}. " if done else ""
     write_table(
         "rank_ends",
         f"One of 2 or 3 ranks is killed (SIGKILL) at moments drawn from seed {options.seed}; "
@@ -401,9 +404,8 @@ def main() -> None:
         f"those whose `RankError` says that a rank has ended, those that had trained to their end or did so without "
         f"it, those that ended by another error, and those that did not end in {PATIENCE:.0f} s. Of torchrun, which "
         f"ends all ranks itself, the seconds are until it has ended.\n\n"
-        f"A run of two ranks with dropout, killed {done} times at any moment and started anew by torchrun, left "
-        f"{'the weights of the run never killed, to the bit' if is_same else 'OTHER WEIGHTS'}. A run of three ranks "
-        f"that was killed and went on with two is {off:.1e} off what one process trains, in float64.",
+        f"{of_restarts}A run of three ranks that was killed and went on with two is {off:.1e} off what one process "
+        "trains, in float64.",
         ["model", "what the rank did", "times", "told", "ended well", "other errors", "hang",
          "median s", "largest s"],
         rows,

@@ -260,13 +260,6 @@ class Gradients:
         if new and not self.are_in_use():
             make_own(new)
 
-    def add_from(self, loss: torch.Tensor, seed: torch.Tensor) -> None:
-        """Run the backward of a loss that begins with ``seed``, as ``add`` does."""
-        new = [p for p in self._now if p.grad is None]
-        torch.autograd.backward(loss, seed)
-        if new:
-            make_own(new)
-
     @torch.no_grad()
     def scale(self, factor: float) -> None:
         """Multiply the gradients in place, in one launch."""

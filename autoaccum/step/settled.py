@@ -52,21 +52,20 @@ class Settled:
     def loss(self, losses: list[torch.Tensor]) -> torch.Tensor | None:
         """Return the loss of a window from those of its micro-batches; None if one may be a mean over nothing."""
         is_sum = self.conclusion.is_sum
-        if len(losses) > 1 and not is_sum and not all(map(_read, losses)):
+        if len(losses) > 1 and not is_sum and not all(map(read_now, losses)):
             return None
         return self.tally.loss(losses, is_sum)
 
 
-def _read(number: torch.Tensor) -> float:
-    # Without an operation, which a dispatch mode would see, and may fail on.
+def read_now(number: torch.Tensor) -> float:
+    """Return a number that lies on the host, without an operation, which a dispatch mode would see and may fail on."""
     return number.tolist()  # type: ignore[return-value]
 
 
 def are_plain(reductions: Sequence[Reduction]) -> bool:
     """Return whether losses were reduced by numbers alone, which can be compared with those of another window."""
-    numbers = [
-        [found.items, *found.constants, *[n for term in found.terms for n in term.tensors()]] for found in reductions
-    ]
-    return not any(found.divisions for found in reductions) and not any(
-        isinstance(number, torch.Tensor) for row in numbers for number in row
-    )
+    for found in reductions:
+        are_tensors = [isinstance(number, torch.Tensor) for number in (found.items, *found.constants)]
+        if found.divisions or any(are_tensors) or any(term.tensors() for term in found.terms):
+            return False
+    return True

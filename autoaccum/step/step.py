@@ -321,7 +321,7 @@ class Step:
         if self.saving.is_off:
             return self._try(pieces, window, expected)
         try:
-            return self._try(pieces, window, None)
+            return self._try(pieces, window, expected)
         except Exception as error:
             if self.transaction.group is not None:  # others have voted by then, and go on with the window
                 raise

@@ -47,7 +47,7 @@ from autoaccum.step.job import Forward, Job, fresh_scaler, is_slow_to_read, scal
 from autoaccum.step.loss_graph import plain_mean, read_by, read_reduction, without_graph
 from autoaccum.step.named_losses import Named, counted_beforehand
 from autoaccum.step.outputs import Outputs
-from autoaccum.step.settled import Expected, Settled, are_plain
+from autoaccum.step.settled import Expected, Settled, are_plain, read_now
 from autoaccum.step.snapshot import Moving, Snapshot, State
 from autoaccum.step.split_calls import Layout
 from autoaccum.step.terms import PLAIN_SUM, Computed, Conclusion, Count, Hypothesis, LossOf, Reduction, divisor_of
@@ -466,7 +466,7 @@ class Transaction:
                 return None
             if settled.hypothesis != "sum" and read_reduction(loss, piece.size) != expected.reduction:
                 return None
-            self._gradients.add_from(loss, self._seeds.of(expected.weight, loss))
+            self._gradients.add(partial(torch.autograd.backward, loss, self._seeds.of(expected.weight, loss)))
         except Exception as error:
             self._name_micro_batch(error, batch, piece)
             raise
@@ -517,11 +517,11 @@ class Transaction:
     def _is_finite(self, loss: torch.Tensor, grad_norm: torch.Tensor | None) -> bool:
         """Return whether a window's loss and gradient are finite, as far as nothing has to be waited for."""
         # The gradient of a loss that is scaled may be infinite for that alone.
-        if loss.is_cpu and not math.isfinite(_read(loss)):
+        if loss.is_cpu and not math.isfinite(read_now(loss)):
             return False
         if self.scaler is not None or grad_norm is None or not grad_norm.is_cpu:
             return True
-        return math.isfinite(_read(grad_norm))
+        return math.isfinite(read_now(grad_norm))
 
     def _are_totals_wrong(self, losses: Sequence[torch.Tensor]) -> bool:
         """Return whether the window has to be run again, for it holds other numbers of items than it was taken to."""
@@ -609,10 +609,5 @@ class Transaction:
 
 def _is_something(loss: torch.Tensor) -> bool:
     """Return whether a loss is a finite number other than 0."""
-    value = _read(loss)
+    value = read_now(loss)
     return math.isfinite(value) and value != 0
-
-
-def _read(number: torch.Tensor) -> float:
-    # Without an operation, which a dispatch mode would see and may fail on.
-    return number.tolist()  # type: ignore[return-value]
